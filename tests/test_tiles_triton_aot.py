@@ -182,10 +182,12 @@ def _kernels() -> list[Any]:
     from contrastile.tiles.triton.kernels import positions as position_kernels
     from contrastile.tiles.triton.kernels import replay as replay_kernels
     from contrastile.tiles.triton.kernels import scores as score_kernels
+    from contrastile.tiles.triton.kernels import smoothing as smoothing_kernels
 
     modules = (
         forward, backward, careful, guides, exponential_kernels, label_kernels, label_sum_kernels, order_kernels,
         replay_kernels, position_kernels, reductions, finish, maxsim_kernels, score_kernels, own_kernels,
+        smoothing_kernels,
     )  # fmt: skip
     return [
         function

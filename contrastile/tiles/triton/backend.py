@@ -339,7 +339,7 @@ class Triton(Tiles):
             if block.runs is not None:
                 label_sums.add_totals(block, stats, room)
             if block.sums_smoothing:
-                smoothing.add_totals(block, stats, self.scale, room)
+                smoothing.add_totals(block, stats, room)
 
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.

@@ -30,7 +30,7 @@ COLUMN_SUMS = 4
 SUMMED = 64
 # largest label smoothing ε that enters as sums: probabilities near 1/M are rounded to 16 bits before ε/M is subtracted,
 # by 1/(1 − ε) times as much as the difference would be; and fewest pairs, whose tiles take longer than sums' launches
-MOST_SMOOTHING, LEAST_SMOOTHED = 0.25, 2**27
+MOST_SMOOTHING, LEAST_SMOOTHED = 0.25, 2**26
 
 
 class Copies(NamedTuple):

@@ -14,39 +14,40 @@ The tile kernels compute all pairs as without smoothing, and may keep their expo
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats
+from contrastile.losses.softmax import Softmax, SoftmaxState
 from contrastile.tiles.triton import label_sums, sorting
 from contrastile.tiles.triton.block import Block, Runs
-from contrastile.tiles.triton.launch import add_at_once
-from contrastile.tiles.triton.positions import listed_products
+from contrastile.tiles.triton.kernels import smoothing as kernels
+from contrastile.tiles.triton.launch import BLOCK, directions
+from contrastile.tiles.triton.plan import tiles_of
+from contrastile.tiles.triton.start import run
+
+# rows of one program that reads features, `BLOCK` features at a time; those of one that adds them up
+ROWS, SUMMED = 16, 64
 
 
-def add_totals(block: Block, stats: Sequence[Tensor], scale: Tensor, room: int) -> None:
+def add_totals(block: Block, stats: Sequence[Tensor], room: int) -> None:
     """Write sums and numbers of the negatives' logits into the statistics: those of all keys less the positives', and
     less those of excluded pairs.
 
     room: bytes of memory for sums of features by id.
     """
-    sides = block.rows.features, block.cols.features
     excluded = [torch.zeros_like(side) for side in stats] if block.has_ids else []
     if excluded:
         label_sums.add_totals(_of_equal_ids(block), excluded, room)
-    for at, (x, others, side) in enumerate(zip(sides, sides[::-1], stats, strict=False)):
-        named = SoftmaxStats(*side)
-        first = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
-        logits = scale * listed_products(x, others.sum(0, dtype=side.dtype)[None], first, side.dtype)[:, 0]
-        count = named.positive_count
-        logits -= named.positive_sum + torch.where(count > 0, named.positive_top, 0.0) * count
-        count = len(others) - count
-        if excluded:
-            of_ids = SoftmaxStats(*excluded[at])
-            logits, count = logits - of_ids.positive_sum, count - of_ids.positive_count
-        named.logit_count.copy_(count)
-        named.logit_sum.copy_(logits - torch.where(count > 0, named.top, 0.0) * count)
+    given = _features(block, excluded or stats, "excluded") | {"sums_ptr": _sums(block, [])}
+    for name, side in zip(("row", "col"), (stats[0], stats[-1]), strict=True):
+        given |= {f"{name}_stats_ptr": side, f"{name}_stats_stride": side.stride(0)}
+    longest = max(side.shape[1] for side in stats)
+    run(
+        kernels.add_totals, (tiles_of(longest, ROWS), len(stats)), constants_ptr=block.constants,
+        EXCLUDED=bool(excluded), ROWS=ROWS, BLOCK=BLOCK, **given,
+    )  # fmt: skip
 
 
 def without_shares(block: Block) -> tuple[list[Tensor], Block]:
@@ -56,13 +57,17 @@ def without_shares(block: Block) -> tuple[list[Tensor], Block]:
     """
     if not block.sums_smoothing:
         return [], block
-    at, sides, shares = SoftmaxState._fields.index("share"), [block.rows, block.cols], list[Tensor]()
+    sides, given, shares = [block.rows, block.cols], directions(block), list[Tensor]()
     for index, (state, coefficient) in enumerate(block.directions):
-        shares.append(state[at] * coefficient * block.epilogue.label_smoothing)
-        state = state.clone()
-        state[at] = 0.0
-        sides[index] = replace(sides[index], state=state)
-    return shares, replace(block, rows=sides[0], cols=sides[1])
+        out = state.new_empty(1 + len(state), len(coefficient))
+        sides[index] = replace(sides[index], state=out[1:])
+        shares.append(out)
+    run(
+        kernels.shares, (tiles_of(max(x.shape[1] for x in shares), BLOCK), len(shares)), N=len(block.rows),
+        M=len(block.cols), row_out_ptr=shares[0], col_out_ptr=shares[-1], STATE=len(shares[0]) - 1, BLOCK=BLOCK,
+        **given,
+    )  # fmt: skip
+    return [out[0] for out in shares], replace(block, rows=sides[0], cols=sides[1])
 
 
 def add_gradients(
@@ -72,21 +77,42 @@ def add_gradients(
 
     room: bytes of memory for sums of features by id.
     """
-    q, k, (c, *d) = block.rows.features, block.cols.features, shares
-    # of a symmetric loss Σ k_j and Σ d_j k_j, and Σ q_i and Σ c_i q_i; of one direction the first and the last
-    of_k = torch.stack([_weighed(k, None), *[_weighed(k, each) for each in d]])
-    of_q = torch.stack([*[_weighed(q, None) for _ in d], _weighed(q, c)])
-    if u is not None:
-        u.addmm_(torch.stack([c, *[torch.ones_like(c) for _ in d]], 1), of_k, alpha=-1)
-    if v is not None:
-        # the last columns may have no sums
-        v.addmm_(torch.stack([*d, torch.ones(len(k), device=v.device)], 1)[: len(v)], of_q, alpha=-1)
-    sums[1] -= (of_q.flip(0) * of_k).sum()
+    lengths, given = [0 if x is None else len(x) for x in (u, v)], dict[str, Any]()
+    for name, x, share in (("row", u, shares[0]), ("col", v, shares[-1])):
+        out = sums[None] if x is None else x
+        given |= {f"{name}_out_ptr": out, f"{name}_out_stride": out.stride(0), f"{name}_shares_ptr": share}
+    run(
+        kernels.add_gradients, (max(1, tiles_of(max(lengths), ROWS)), 1 if v is None else 2), N=lengths[0],
+        M=lengths[1], sums_ptr=_sums(block, shares), inner_ptr=sums[1:], D=block.rows.features.shape[1],
+        COLUMNS=len(shares) == 2, U=u is not None, ROWS=ROWS, BLOCK=BLOCK, **given,
+    )  # fmt: skip
     if block.has_ids:
         # all keys had their share
-        inner = torch.zeros_like(c)
+        inner = torch.zeros_like(shares[0])
         label_sums.add_gradients(_of_equal_ids(block, shares), u, v, inner, room)
         sums[1] += inner.sum(dtype=sums.dtype)
+
+
+def _features(block: Block, vectors: Sequence[Tensor], name: str) -> dict[str, Any]:
+    """Features of rows and columns as the kernels read them, and a tensor of each direction by this name."""
+    sides = (("row", block.rows.features, vectors[0]), ("col", block.cols.features, vectors[-1]))
+    given: dict[str, Any] = {"N": len(block.rows), "M": len(block.cols), "D": block.rows.features.shape[1]}
+    for side, x, vector in sides:
+        given |= {f"{side}_x_ptr": x, f"{side}_x_row_stride": x.stride(0), f"{side}_x_stride": x.stride(1)}
+        given |= {f"{side}_{name}_ptr": vector}
+    return given
+
+
+def _sums(block: Block, shares: Sequence[Tensor]) -> Tensor:
+    """Σ q_i and Σ k_j [2, 1, D] in float32; shares: and behind each that of features times them [2, 2, D]."""
+    given, kinds = _features(block, shares or [block.constants], "shares"), 2 if shares else 1
+    programs = tiles_of(max(given["N"], given["M"]), SUMMED)
+    out = block.constants.new_empty(2, programs, kinds, given["D"])
+    run(
+        kernels.feature_sums, (programs, 2, tiles_of(given["D"], BLOCK)), out_ptr=out, KINDS=kinds,
+        COLUMNS=len(shares) == 2, ROWS=SUMMED, BLOCK=BLOCK, **given,
+    )  # fmt: skip
+    return out.sum(1)
 
 
 def _of_equal_ids(block: Block, shares: Sequence[Tensor] = ()) -> Block:
@@ -102,17 +128,3 @@ def _of_equal_ids(block: Block, shares: Sequence[Tensor] = ()) -> Block:
         sides[at] = replace(sides[at], state=ones, coefficient=-share)
     runs = Runs(order, singles, one_way=not block.loss.symmetric)
     return Block(sides[0], sides[1], block.constants, Softmax(symmetric=block.loss.symmetric), runs=runs)
-
-
-def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Σ_i w_i · x_i [D] in float32; None: with weights of 1."""
-    if weights is None:
-        return x.sum(0, dtype=torch.float32)
-    unit = weights.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    whole = weights / unit
-    # in two pieces of 16 bits
-    left = whole.to(x.dtype)
-    pieces = torch.stack([left, (whole - left).to(x.dtype)])
-    out = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
-    add_at_once(out, pieces, x, 0.0)
-    return out.sum(0) * unit
