@@ -311,10 +311,11 @@ class LossSize:
         """Operations of a rank in both passes.
 
         For each pair and feature 8, of a pairwise loss in one sweep and with kept exponentials 6; for each feature of a
-        teacher 4, and of a guide, whose mask is kept as bits, 2.
+        teacher 4, and 2 of one whose exponentials are kept, or of a guide, whose mask is kept as bits.
         """
-        of_feature = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
-        total = self.pairs * (of_feature * self.dimensions + (4 if self.has_teacher else 2) * self.guide)
+        of_feature = 8 - 2 * ((self.exponentials and not self.has_teacher) or (self.loss.pairwise and not self.host))
+        of_guide = 4 if self.has_teacher and not self.exponentials else 2
+        total = self.pairs * (of_feature * self.dimensions + of_guide * self.guide)
         # constants have no gradient
         return total - 2.0 * self.rows * self.directions * (self.numbers - self.summed)
 
