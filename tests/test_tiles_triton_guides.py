@@ -200,6 +200,7 @@ def test_a_teacher_of_features_in_bf16() -> None:
 def test_a_teachers_exponentials_are_kept(labels: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, for the backward behind; at a scale of 1000 the careful kernels run."""
     monkeypatch.setattr(budget, "LEAST_FEATURES", 1)
+    monkeypatch.setattr(budget, "LEAST_DISTILLED", 1)
     kept, fill = list[bool](), launch.gradient
 
     def spied(*given: Any, **options: Any) -> None:

@@ -24,6 +24,9 @@ EXPONENTIAL_DTYPE = torch.bfloat16
 # features from which a pair's product in a symmetric loss takes longer than one read and write of its exponential, by
 # the times at 512 and at 768
 LEAST_FEATURES = 320
+# fewest pairs of which a teacher's are kept: rounding errors of few do not cancel out, 1e-3 of the loss of two rows and
+# 6e-7 of that of 2,048
+LEAST_DISTILLED = 2**22
 # sums of a tile's column where exponentials are kept, see `exponential_tile`
 COLUMN_SUMS = 4
 # features whose sums by label are in memory at once, at least
@@ -130,9 +133,10 @@ class Budget:
     def keeps_exponentials(self, rows: Shard, cols: Shard) -> bool:
         """Return whether the exponentials of a whole block, or a teacher's, are kept."""
         saved = rows.guides[0] if self.epilogue.has_teacher else rows.features
-        if not (self.can_keep(rows, cols) and saved.dtype == EXPONENTIAL_DTYPE and self._is_faster(saved.shape[1])):
+        N, M = len(rows), len(cols)
+        if not (self.can_keep(rows, cols) and saved.dtype == EXPONENTIAL_DTYPE and self._pays(N, M, saved.shape[1])):
             return False
-        sizes = len(rows), len(cols), *self._copies(rows, cols)
+        sizes = N, M, *self._copies(rows, cols)
         later = self.keeping_bytes(*sizes, later=True)
         weighed = self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
         needed = self.keeping_bytes(*sizes) + weighed
@@ -186,7 +190,7 @@ class Budget:
         """Return whether exponentials are kept for a backward that follows at once, as in `keeps_exponentials`."""
         in_tiles = labels and not self._can_sum_labels(N, M, dtype, ids=ids)
         sums_smoothing = not in_tiles and self._can_sum_smoothing(N, M, dtype, ids=ids and labels)
-        if not (self._is_faster(D) and self._can_keep(dtype, sums_smoothing)):
+        if not (self._pays(N, M, D) and self._can_keep(dtype, sums_smoothing)):
             return False
         copied = self._expected_copied(N, M, D, dtype, labels, ids)
         return self.keeping_bytes(N, M, copied, PIECES[dtype]()) - self._spare(N, M, D, copied) <= self.workspace
@@ -223,9 +227,10 @@ class Budget:
         """The rows times their factors, as wide as the operand, beside the exponentials of one direction."""
         return 0 if self.loss.symmetric else 2 * N * (padded(D, shape_for(self.device)) if copied.each else D)
 
-    def _is_faster(self, features: int) -> bool:
-        """Return whether kept exponentials are faster."""
-        return not self.loss.symmetric or features >= LEAST_FEATURES
+    def _pays(self, N: int, M: int, features: int) -> bool:
+        """Return whether kept exponentials are faster, and a teacher's precise enough."""
+        many = not self.epilogue.has_teacher or N * M >= LEAST_DISTILLED
+        return many and (not self.loss.symmetric or features >= LEAST_FEATURES)
 
     def _largest(self, N: int, M: int, copied: Copies, parts: int, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
