@@ -4,10 +4,6 @@ Between `launch.py` and `backend.py`. A tile's registers hold one product, and n
 as do comparisons of ids, and leave one bit for each pair. A teacher needs no kernel of its own: each program sets a
 tile of its products aside.
 
-In 16 bits, where the workspace has room for all pairs of a symmetric loss, the sweep of the teacher keeps its
-exponentials, and the backward reads them: 10·N·M·D operations in place of 12. Sums are those of the rounded numbers, so
-that a row's targets add up to 1 and loss and gradients have the same ones.
-
 A backward that follows at once needs both products of a pair anyway, and adds what the loss lacks. The forward then
 has two plain sweeps, of the student and of the teacher. With q_i the teacher's softmax, w the weight of its loss and
 γ_i = ∂loss/∂loss_i, the loss lacks, over both directions,
@@ -16,6 +12,10 @@ has two plain sweeps, of the student and of the teacher. With q_i the teacher's 
 
 in powers of 2. A lift, the difference of the two sums' binades, makes it as small as the divergence, which has few
 correct bits. Each tile adds up γ_i w q_ij (t_ij − x_ij); the lifts' part follows from the sums of the forward.
+
+In bf16, where the workspace has room for all pairs of a symmetric loss, the teacher's sweep keeps its exponentials, and
+the backward reads them: 10·N·M·D operations in place of 12. Sums are those of the rounded numbers, so that a row's
+targets add up to 1, and are the same in loss and gradients.
 """
 
 from collections.abc import Sequence
