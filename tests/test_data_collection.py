@@ -26,16 +26,20 @@ def test_a_manifest_that_comes_later_is_compared_with_too(tmp_path):
         opened(source, tmp_path)
 
 
-def test_tables_are_joined_to_others_and_read_as_they_are_needed(tmp_path):
+def test_tables_are_joined_to_others_and_read_as_they_are_needed(tmp_path, caplog):
     for number in range(12):
         (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
     rows = [f"{number}.jpg\tpicture number {number}" for number in range(12)]
-    for name, some in (("0", rows[:6]), ("1", [*rows[6:], "nowhere.jpg\tnothing", ".\ta folder", "0.jpg\t "])):
+    bad = ["nowhere.jpg\tnothing", ".\ta folder", "bytes.jpg\tno bytes", "0.jpg\t "]
+    for name, some in (("0", rows[:6]), ("1", [*rows[6:], *bad])):
         (tmp_path / f"{name}.tsv").write_text("\n".join(["filepath\ttitle", *some]))
+    (tmp_path / "bytes.jpg").write_bytes(b"")
     write_shard(tmp_path / "a.tar", range(12))
     tables, shard = f"{tmp_path}/{{0..1}}.tsv", f"{tmp_path}/a.tar"
     one, other = (opened(source, tmp_path, held_out=0.2, most_bad=0.3) for source in (tables, shard))
-    assert one.skipped == {"missing picture": 2, "empty caption": 1}
+    assert one.skipped == {"missing picture": 2, "broken picture": 1, "empty caption": 1}
+    told = "4 of 16 pairs are skipped (broken picture: 1, empty caption: 1, missing picture: 2)"
+    assert caplog.messages == [f"{tables}: {told}"]
     assert one.captions == other.captions
     everything = range(len(one.stream))
     assert np.array_equal(*(pairs.stream.read(everything, everything, None)[0] for pairs in (one, other)))
@@ -140,6 +144,13 @@ def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path, caplog):
     assert stream.skipped == {"broken picture": 3}
     first = f'an image of the collection is skipped (broken picture: {tmp_path / "a.tar"}, "{titles[0]}")'
     assert [message.split("; ")[0] for message in caplog.messages] == [first]
+    # each image is counted once, in the first epoch, each of its readings for the share of bad ones
+    stream.read(range(len(stream)), range(len(stream), 2 * len(stream)), None)
+    assert (stream.lost, stream.skipped, stream.seen) == ({"broken picture": 3}, {"broken picture": 6}, 2 * len(stream))
+    stream.rows = np.repeat(stream.rows, 2)
+    stream.set_counts({}, {}, 0)
+    stream.read(range(len(stream)), range(len(stream)), None)
+    assert (stream.lost, stream.skipped) == ({"broken picture": 3}, {"broken picture": 6})
 
 
 def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
@@ -150,9 +161,10 @@ def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
     (tmp_path / "cache").rename(tmp_path / "old")
     stream = stream_of(tmp_path, contents, most_bad=1.0)
     assert stream.captions(stream.read([3], [70], None)[1]) == [titles[5]]
-    assert stream.skipped == {"broken picture": 2}
-    with pytest.raises(ValueError, match="`source` must have images that can be read; got broken picture: 3"):
-        stream.read([4], [71], None, tries=0)
+    assert stream.skipped == {"broken picture": 1}
+    stream = stream_of(tmp_path, [b"<html>"] * 12, most_bad=1.0)
+    with pytest.raises(ValueError, match="`source` must have images that can be read; got broken picture: 11"):
+        stream.read(range(8), range(8), None)
 
 
 def test_a_share_may_be_empty_and_an_expected_batch_may_be_given_up(tmp_path):

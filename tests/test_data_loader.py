@@ -114,7 +114,7 @@ def test_there_is_a_worker_for_each_core_that_the_container_has(monkeypatch):
 def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path, forked):
     with stream_in(tmp_path, processes=True, workers=1) as stream:
         (tmp_path / "a.tar").unlink()
-        with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 220"):
+        with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 30"):
             stream.read(range(20), range(20), None)
         for worker in stream._loader._workers:
             worker._process.kill()

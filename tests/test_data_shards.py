@@ -328,6 +328,7 @@ def test_folders_of_pictures(tmp_path):
     (tmp_path / "set" / "owl" / "5.JPG").write_bytes(jpeg(5))
     (tmp_path / "set" / "owl" / "5.TXT").write_text("an owl by day")
     (tmp_path / "set" / "owl" / "6.jpg").write_bytes(jpeg(6))
+    (tmp_path / "set" / "red_fox" / "7.jpg").write_bytes(b"")
     (tmp_path / "secret.jpg").write_bytes(jpeg(4))
     (tmp_path / "set" / "owl" / "4.jpg").symlink_to(tmp_path / "secret.jpg")
     found = list(find_in_folder(tmp_path / "set"))
@@ -338,4 +339,5 @@ def test_folders_of_pictures(tmp_path):
         "missing caption",
         "red fox",
         "red fox",
+        "broken picture",
     ]

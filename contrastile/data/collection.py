@@ -34,7 +34,7 @@ from contrastile.data.tables import Row, read_table, warn_of_quotes
 # increased whenever the digest of a collection, or what is cached of it, changes
 FORMAT, TABLE_FORMAT = 1, 2
 # increased whenever other members of a shard count as bad pairs; the digest stays
-INDEX_FORMAT = 3
+INDEX_FORMAT = 4
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
 
@@ -165,12 +165,14 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
 
     pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
     base.check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
+    if skipped := Counter(index.skipped) + Counter(pairs.skipped):
+        count = len(index) + sum(index.skipped.values())
+        logger.warning("%s: %d of %d pairs are skipped (%s)", source, skipped.total(), count, base.counted(skipped))
     _warn_of_one_caption(source, index.fractions[~held_out])
     source_of_pair = np.repeat(np.arange(len(sources)), index.parts)
     times = np.asarray(weights or [1] * len(sources))[source_of_pair] * ~held_out
     rows = np.repeat(np.arange(len(index)), times)
     stream = Stream(index, rows, shape=options.shape, most_bad=options.most_bad, digest=digest)
-    skipped = Counter(index.skipped) + Counter(pairs.skipped)
     training = np.arange(len(pairs), len(pairs) + len(stream))
     return replace(pairs, splits={**pairs.splits, "train": training}, skipped=dict(skipped), stream=stream)
 

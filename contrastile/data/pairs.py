@@ -85,10 +85,11 @@ class Library(Protocol):
 class Stream:
     """Training pairs of a library, by row: row i of the stream is row `rows[i]` of the library.
 
-    The same pairs come `copies` times. `augmented`: the library's images are augmented already. An unreadable image is
-    counted in `skipped`, and the pair before it takes the place of its pair; equal ids keep the two from being
-    negatives of each other. `workers` decode: with `processes` as such, which leaves this process free to keep
-    a GPU busy, else as threads.
+    The same pairs come `copies` times. `augmented`: the library's images are augmented already. The pair before an
+    unreadable image takes the place of its pair; equal ids keep the two from being negatives of each other. `skipped`
+    counts, by reason, the times that such an image was read, of the pairs `seen` in all; `lost` counts each of these
+    images once, when the first epoch reads it. `workers` decode: with `processes` as such, which leaves this process
+    free to keep a GPU busy, else as threads.
     """
 
     library: Library
@@ -99,6 +100,7 @@ class Stream:
     copies: int = 1
     augmented: bool = False
     skipped: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
     seen: int = 0
     workers: int = field(default_factory=cores)
     processes: bool = False
@@ -140,13 +142,16 @@ class Stream:
         if not rows:
             return torch.empty((0, *self.shape), dtype=torch.uint8), []
         images, reasons = self._loading().load(self._keys(rows, examples, crop_seed))
-        self._count(reasons, rows)
-        good = [number for number, reason in enumerate(reasons) if reason is None]
-        if not good and tries:
+        self._count(reasons, rows, examples)
+        tried: dict[int, str | None] = {}
+        while not (good := [number for number, reason in enumerate(reasons) if reason is None]):
+            tried |= zip(self.rows[rows].tolist(), reasons, strict=True)
+            if not tries:
+                got = counted(Counter(map(str, tried.values())))
+                raise invalid("source", "have images that can be read", got, "Check its files.")
             # the following rows replace a share without a readable image: a resumed run finds the same
-            return self.read([(row + 1) % len(self) for row in rows], examples, crop_seed, tries=tries - 1)
-        if not good:
-            raise invalid("source", "have images that can be read", counted(self.skipped), "Check its files.")
+            rows, tries = [(row + 1) % len(self) for row in rows], tries - 1
+            images, reasons = self._loading().load(self._keys(rows, examples, crop_seed))
         chosen, last = list(rows), good[0]
         # a bad image is replaced by the last good one before it, or by the first good one
         for number, reason in enumerate(reasons):
@@ -179,15 +184,26 @@ class Stream:
         """Raise ValueError where too many of the pairs `seen`, of all ranks, could not be used."""
         check_bad(skipped, seen, self.most_bad, of=len(self))
 
-    def _count(self, reasons: Reasons, rows: Sequence[int]) -> None:
-        bad = [(reason, int(self.rows[row])) for reason, row in zip(reasons, rows, strict=True) if reason is not None]
+    @property
+    def counts(self) -> dict[str, Any]:
+        return {"skipped": dict(self.skipped), "lost": dict(self.lost), "seen": self.seen}
+
+    def set_counts(self, skipped: Mapping[str, int], lost: Mapping[str, int], seen: int) -> None:
+        self.skipped, self.lost, self.seen = Counter(skipped), Counter(lost), seen
+
+    def _count(self, reasons: Reasons, rows: Sequence[int], examples: Sequence[int]) -> None:
+        bad = [(reason, *place) for reason, *place in zip(reasons, rows, examples, strict=True) if reason is not None]
         if bad and not self.skipped:
-            (reason, row), origin = bad[0], self.library.origin(bad[0][1], 0)
+            reason, row = bad[0][0], int(self.rows[bad[0][1]])
+            origin = self.library.origin(row, 0)
             place = f"{origin.path}, " if isinstance(origin, Piece) else ""
             message = 'an image of the collection is skipped (%s: %s"%s"); all are counted in the report'
             logger.warning(message, reason, place, self.library.caption(row))
         self.seen += len(reasons)
-        self.skipped.update(reason for reason, _ in bad)
+        self.skipped.update(reason for reason, _, _ in bad)
+        # a pair with a weight comes several times an epoch, in neighbouring rows
+        once = (reason for reason, row, example in bad if example < len(self) and self.rows[row] != self.rows[row - 1])
+        self.lost.update(once)
 
 
 class ImageWriter:

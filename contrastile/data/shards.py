@@ -182,13 +182,13 @@ def _pairs(shard: Path, members: Sequence[tarfile.TarInfo]) -> list[Finding]:
         file.seek(texts[0].offset_data)
         # one byte more than a caption may have, so that a longer one is noticed
         caption = file.read(min(texts[0].size, LONGEST_CAPTION + 1))
-    return [_checked(shard, images[0].offset_data, images[0].size, caption)]
+    return [_checked(shard, images[0].offset_data, images[0].size, caption, empty="missing picture")]
 
 
-def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
-    """The pair with its caption in one line, or the reason why it is none."""
+def _checked(path: Path, offset: int, size: int, caption: bytes, *, empty: str = "broken picture") -> Finding:
+    """The pair with its caption in one line, or the reason why it is none: `empty` for an image without bytes."""
     if not size:
-        return "missing picture"
+        return empty
     if size > MOST_BYTES or len(caption) > LONGEST_CAPTION:
         return "too large" if size > MOST_BYTES else TOO_LONG
     try:
@@ -207,7 +207,7 @@ def find_in_table(table: Path) -> Iterator[Finding]:
             yield row
         else:
             path, caption = row
-            yield _checked(path, 0, path.stat().st_size if path.is_file() else 0, caption.encode())
+            yield _checked(path, 0, path.stat().st_size, caption.encode()) if path.is_file() else "missing picture"
 
 
 def find_in_folder(folder: Path) -> Iterator[Finding]:

@@ -265,14 +265,16 @@ class BatchBuilder:
     def state_dict(self) -> dict[str, Any]:
         """The state of the augmentation's random numbers, and the counts of skipped pairs."""
         stream = self._stream
-        skipped = {} if stream is None else {"skipped": dict(stream.skipped), "seen": stream.seen}
-        return {"generator": self._generator.get_state(), "served": self._served, **skipped}
+        counts = {} if stream is None else stream.counts
+        return {"generator": self._generator.get_state(), "served": self._served, **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._generator.set_state(state_dict["generator"])
         self._served = state_dict["served"]
         if self._stream is not None:
-            self._stream.skipped, self._stream.seen = Counter(state_dict["skipped"]), state_dict["seen"]
+            skipped = state_dict["skipped"]
+            # checkpoints of earlier versions count every reading alone
+            self._stream.set_counts(skipped, state_dict.get("lost", skipped), state_dict["seen"])
 
     def prefetch(self, rows: Tensor, share: slice = slice(None)) -> None:
         if self._stream is not None:

@@ -132,7 +132,7 @@ class ImageText(Task[Batch]):
     @property
     def skipped(self) -> Counter[str]:
         pairs = self.bundle.pairs
-        return Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
+        return Counter(pairs.skipped) + Counter(pairs.stream.lost if pairs.stream is not None else {})
 
     def activations(self) -> tuple[int, int]:
         model, recipe, device = self.run.model, self.run.recipe, self.run.device

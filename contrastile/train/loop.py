@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from contrastile._errors import logger
 from contrastile._types import accumulator
-from contrastile.data.base import Batches
+from contrastile.data.base import Batches, counted
 from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
 from contrastile.train import folder as folders
@@ -347,7 +347,11 @@ class Trainer:
 
     def end(self, checkpoints: Checkpoints) -> None:
         """Collect the counts of all ranks, save a stopped run's checkpoint, log an end by `train.minutes`."""
-        self.ranks.collect_counts(self.task.stream)
+        stream = self.task.stream
+        self.ranks.collect_counts(stream)
+        if stream is not None and stream.lost:
+            # on the first rank, which holds the counts of all
+            logger.warning("images of the collection that were skipped in training: %s", counted(stream.lost))
         if self.result.stopped_by is not None:
             self.save(checkpoints, must=True)
         elif self.ranks.size > 1 and self.task.tests():

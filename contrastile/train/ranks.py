@@ -121,14 +121,14 @@ class Ranks:
             checkpoints.restore_as(step, parts)
             if stream is not None:
                 # the first rank holds the counts of all
-                stream.skipped, stream.seen = Counter(), 0
+                stream.set_counts(**NO_COUNTS)
         return step
 
     def collect_counts(self, stream: Stream | None) -> None:
         """Add all ranks' counts of skipped pairs to the first rank's; the others start from zero."""
         if self.size > 1 and stream is not None:
-            totals = _totals(consistency.agree(None, _counts(stream), free=("skipped", "seen")))
-            stream.skipped, stream.seen = totals if self.rank == 0 else (Counter(), 0)
+            totals = _totals(consistency.agree(None, stream.counts, free=(*NO_COUNTS,)))
+            stream.set_counts(**(totals if self.rank == 0 else NO_COUNTS))
 
     def agree(
         self, step: int, seconds: float, over: bool, signal: int | None, stream: Stream | None = None
@@ -138,17 +138,18 @@ class Ranks:
         Raises ValueError, on all ranks, where they have skipped too much of the stream together; the first rank has
         the counts of all by then.
         """
-        statements: list[dict[str, Any]] = [{"seconds": seconds, "over": over, "signal": signal, **_counts(stream)}]
+        counts = NO_COUNTS if stream is None else stream.counts
+        statements: list[dict[str, Any]] = [{"seconds": seconds, "over": over, "signal": signal, **counts}]
         if self.size > 1:
             progress.begin(step)
             statements = consistency.agree(None, {"step": step, **statements[0]}, free=(*statements[0],))
         if stream is not None:
             totals = _totals(statements)
             try:
-                stream.check(*totals)
+                stream.check(totals["skipped"], totals["seen"])
             except ValueError:
                 # the first rank is about to write the run's metadata
-                stream.skipped, stream.seen = totals if self.rank == 0 else (Counter(), 0)
+                stream.set_counts(**(totals if self.rank == 0 else NO_COUNTS))
                 raise
         signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
         return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None
@@ -179,17 +180,14 @@ class Ranks:
 
 
 ALONE = Ranks()
+# a stream's counts of pairs, before one is read
+NO_COUNTS: dict[str, Any] = {"skipped": {}, "lost": {}, "seen": 0}
 
 
-def _counts(stream: Stream | None) -> dict[str, Any]:
-    """The counts of skipped pairs, by reason, and of all pairs that this rank read."""
-    return {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
-
-
-def _totals(statements: Sequence[Mapping[str, Any]]) -> tuple[Counter[str], int]:
+def _totals(statements: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The counts of all ranks together."""
-    skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter[str]())
-    return skipped, sum(statement["seen"] for statement in statements)
+    by_reason = {name: sum((Counter(one[name]) for one in statements), Counter[str]()) for name in ("skipped", "lost")}
+    return {**by_reason, "seen": sum(statement["seen"] for statement in statements)}
 
 
 class Heartbeat:
