@@ -192,7 +192,8 @@ class Stream:
         self.skipped, self.lost, self.seen = Counter(skipped), Counter(lost), seen
 
     def _count(self, reasons: Reasons, rows: Sequence[int], examples: Sequence[int]) -> None:
-        bad = [(reason, *place) for reason, *place in zip(reasons, rows, examples, strict=True) if reason is not None]
+        every = zip(reasons, rows, examples, strict=True)
+        bad = [(why, row, example) for why, row, example in every if why is not None]
         if bad and not self.skipped:
             reason, row = bad[0][0], int(self.rows[bad[0][1]])
             origin = self.library.origin(row, 0)
