@@ -268,7 +268,7 @@ def test_a_figure_needs_rows(tmp_path):
 
 
 def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("contrastile.cli.bench.find_spec", lambda name: None)
+    monkeypatch.setattr("contrastile.cli.options.find_spec", lambda name: None)
     assert main(["bench", "step", "--csv", str(tmp_path / "x.csv"), "--figure", str(tmp_path / "x.svg")]) == 2
     assert capsys.readouterr().err == "`matplotlib` is not installed; run: pip install '.[train]'\n"
     assert list(tmp_path.iterdir()) == []

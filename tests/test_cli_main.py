@@ -425,6 +425,15 @@ def test_a_bug_and_an_error_under_traceback_keep_their_trace(words, error, monke
         main(words)
 
 
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_a_package_of_the_report_that_is_missing_is_named_before_anything_starts(verb, tmp_path, capsys, monkeypatch):
+    recipe = write_recipe(tmp_path)
+    monkeypatch.setattr("contrastile.cli.options.find_spec", lambda name: None if name == "matplotlib" else name)
+    assert main([verb, str(recipe), "--runs", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == "`matplotlib` is not installed; run: pip install '.[train]'\n"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_train_and_evaluate_print_the_table_and_the_report(tmp_path, capsys):
     recipe = write_recipe(tmp_path)
     runs = str(tmp_path / "runs")

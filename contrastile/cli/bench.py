@@ -4,13 +4,12 @@ import argparse
 import math
 import os
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile.cli.options import DEFAULT, add_device, at_least, number
+from contrastile.cli.options import DEFAULT, add_device, at_least, needs, number
 from contrastile.train.folder import make_way
 
 if TYPE_CHECKING:
@@ -225,8 +224,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise invalid("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
     if figure and not figure.endswith(FIGURES):
         raise invalid("figure", f"end in {', '.join(FIGURES)}", f'"{figure}"', "Name another file.")
-    if figure and find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(name="matplotlib")
+    if figure:
+        needs("matplotlib")
     for name, path in (("csv", arguments.csv), ("figure", figure)):
         if path and _rank() == 0:
             make_way(name, path)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import OVERRIDES, RECIPE, at_least, flag, number
+from contrastile.cli.options import OVERRIDES, RECIPE, at_least, flag, needs, number
 
 if TYPE_CHECKING:
     from contrastile.experiments.sweep import Study
@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
     pairs = isinstance(recipe, Recipe)
     _check(arguments, pairs=pairs)
+    needs("matplotlib")
     make_folder("--runs", arguments.runs)
     study = (_of_ways if arguments.ways else _of_pairs if pairs else _of_retrievers)(recipe, arguments, sizes)
 

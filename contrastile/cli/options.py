@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def flag(name: str) -> str:
     return name if name.startswith("-") else f"--{name.replace('_', '-')}"
+
+
+def needs(*modules: str) -> None:
+    """Raise ModuleNotFoundError, at once, for a module that a verb imports at its end."""
+    for name in modules:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
 
 
 def at_least(name: str, number: float | None, least: int = 1, reason: str = DEFAULT) -> None:

@@ -3,9 +3,11 @@
 import argparse
 import os
 import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
-from contrastile.cli.options import OVERRIDES, RECIPE
+from contrastile.cli.options import OVERRIDES, RECIPE, needs
 
 SUMMARY = "train what a recipe describes, evaluate it and write its report"
 EXAMPLE = "contrastile train glyphs"
@@ -28,7 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume and (folder / METRICS).is_file():
         # the folder may have been renamed since the run began
         overrides = [f"name={folder.name}", *overrides]
-    recipe = load_any_recipe(arguments.recipe, overrides)
+    recipe: Any = load_any_recipe(arguments.recipe, overrides)
+    digits = recipe.kind == "image-text" and recipe.data.source == "glyphs" and recipe.evaluate.digits
+    bar = sys.stderr is not None and sys.stderr.isatty()
+    needs("matplotlib", "jinja2", *["sklearn"] * digits, *["tqdm"] * bar)
     if os.environ.get("RANK", "0") == "0":
         make_folder("--runs", arguments.runs)
 
