@@ -199,6 +199,20 @@ def test_one_caption_left_to_train_on_is_a_warning(tmp_path, caplog):
         assert f"{tmp_path / source}: {sentence}" in caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("metadata.csv", "it"), ("dogs/metadata.jsonl", "a .csv of its file_name and text")]
+)
+def test_captions_in_metadata_beside_the_pictures_are_not_read_without_a_word(tmp_path, caplog, name, remedy):
+    for number in range(6):
+        folder = tmp_path / "pictures" / ("dogs" if number % 2 else "cats")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.jpg").write_bytes(jpeg(number))
+    (tmp_path / "pictures" / name).touch()
+    opened(tmp_path / "pictures", tmp_path)
+    rest = f"captions of a folder are .txt files or names of folders. To have its captions, name {remedy} as data.source"
+    assert f"{tmp_path}/pictures/{name} is not read: {rest}" in caplog.messages
+
+
 def test_pictures_without_captions_are_refused_with_their_places(tmp_path):
     (tmp_path / "pictures").mkdir()
     for number in range(4):

@@ -75,6 +75,15 @@ def test_parquet_of_other_types_is_refused(tmp_path, titles, pictures, sentence)
     assert refusal(opened, parquet_of(tmp_path / "a.parquet", list(titles), pictures), tmp_path).startswith(sentence)
 
 
+def test_parquet_with_paths_alone_is_refused(tmp_path):
+    pictures = [{"bytes": None, "path": f"{number}.jpg"} for number in range(12)]
+    table = parquet_of(tmp_path / "a.parquet", [f"title {number}" for number in range(12)], pictures)
+    assert refusal(opened, table, tmp_path) == (
+        f"`source` must have the bytes of images ({table}); got paths alone in the column image, which are not followed. "
+        "Embed them, or name the files in a .csv."
+    )
+
+
 def test_damaged_parquet_is_noticed(tmp_path):
     titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
     table = parquet_of(tmp_path / "a.parquet", titles, pictures, write_page_checksum=True)

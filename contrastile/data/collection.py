@@ -37,6 +37,8 @@ FORMAT, TABLE_FORMAT = 1, 2
 INDEX_FORMAT = 4
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
+# endings of the file with the captions of a folder of images in `datasets`
+METADATA = (".csv", ".jsonl")
 
 # files of an index, by the names of its fields
 HEADER, ARRAYS = "index.json", {"where": "where.npy", "ends": "ends.npy", "fractions": "lots.npy", "text": "titles.npy"}
@@ -136,6 +138,8 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     if weights and len(weights) != len(sources):
         raise invalid("weights", f"be one for each of the {len(sources)} sources", len(weights), "Or leave them out.")
     digest = hashlib.sha256(json.dumps([FORMAT, *map(state, sources)]).encode()).hexdigest()
+    for folder in (Path(source.paths[0]) for source in sources if source.kind == "folder"):
+        _warn_of_metadata(folder)
     index = open_index(digest, sources, options)
     base.check_bad(index.skipped, len(index) + sum(index.skipped.values()), options.most_bad)
     if len(np.unique(index.fractions)) < 2:
@@ -175,6 +179,15 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     stream = Stream(index, rows, shape=options.shape, most_bad=options.most_bad, digest=digest)
     training = np.arange(len(pairs), len(pairs) + len(stream))
     return replace(pairs, splits={**pairs.splits, "train": training}, skipped=dict(skipped), stream=stream)
+
+
+def _warn_of_metadata(folder: Path) -> None:
+    """Warn of captions in a file as `datasets` has them in a folder of images, which is not read as one."""
+    found = [path for path in (*folder.glob("metadata.*"), *folder.glob("*/metadata.*")) if path.suffix in METADATA]
+    if found:
+        message = "%s is not read: captions of a folder are .txt files or names of folders. To have its captions, name %s"
+        as_table = "it" if found[0].suffix == ".csv" else "a .csv of its file_name and text"
+        logger.warning(message + " as data.source", found[0], as_table)
 
 
 @dataclass(frozen=True)

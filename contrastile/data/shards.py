@@ -303,9 +303,24 @@ def _rows(file: Any, table: Path) -> Iterator[tuple[bytes, bytes]]:
         _column(file.schema_arrow, CAPTION_COLUMNS, "texts", table),
         _column(file.schema_arrow, IMAGE_COLUMNS, "bytes, or structs with bytes", table),
     ]
+    paths = found = False
     for batch in file.iter_batches(batch_size=ROWS, columns=columns):
         captions, images = (_as_bytes(batch.column(name)).to_pylist() for name in columns)
+        found = found or any(images)
+        paths = paths or (not found and _has_paths(batch.column(columns[1])))
         yield from ((caption or b"", image or b"") for caption, image in zip(captions, images, strict=True))
+    if paths and not found:
+        got = f"paths alone in the column {columns[1]}, which are not followed"
+        raise invalid("source", f"have the bytes of images ({table})", got, "Embed them, or name the files in a .csv.")
+
+
+def _has_paths(column: Any) -> bool:
+    """True for structs of which some have a path, as `datasets` writes them."""
+    import pyarrow
+    from pyarrow import compute
+
+    structs = pyarrow.types.is_struct(column.type) and column.type.get_field_index("path") >= 0
+    return structs and compute.struct_field(column, "path").null_count < len(column)
 
 
 def _column(schema: Any, names: Sequence[str], content: str, table: Path) -> str:
