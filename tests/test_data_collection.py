@@ -209,8 +209,8 @@ def test_captions_in_metadata_beside_the_pictures_are_not_read_without_a_word(tm
         (folder / f"{number}.jpg").write_bytes(jpeg(number))
     (tmp_path / "pictures" / name).touch()
     opened(tmp_path / "pictures", tmp_path)
-    rest = f"captions of a folder are .txt files or names of folders. To have its captions, name {remedy} as data.source"
-    assert f"{tmp_path}/pictures/{name} is not read: {rest}" in caplog.messages
+    told = f"{tmp_path}/pictures/{name} is not read: captions of a folder are .txt files or names of folders. "
+    assert told + f"To have its captions, name {remedy} as data.source" in caplog.messages
 
 
 def test_pictures_without_captions_are_refused_with_their_places(tmp_path):

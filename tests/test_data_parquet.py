@@ -79,8 +79,8 @@ def test_parquet_with_paths_alone_is_refused(tmp_path):
     pictures = [{"bytes": None, "path": f"{number}.jpg"} for number in range(12)]
     table = parquet_of(tmp_path / "a.parquet", [f"title {number}" for number in range(12)], pictures)
     assert refusal(opened, table, tmp_path) == (
-        f"`source` must have the bytes of images ({table}); got paths alone in the column image, which are not followed. "
-        "Embed them, or name the files in a .csv."
+        f"`source` must have the bytes of images ({table}); got paths alone in the column image, which are not "
+        "followed. Embed them, or name the files in a .csv."
     )
 
 

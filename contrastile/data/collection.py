@@ -185,9 +185,9 @@ def _warn_of_metadata(folder: Path) -> None:
     """Warn of captions in a file as `datasets` has them in a folder of images, which is not read as one."""
     found = [path for path in (*folder.glob("metadata.*"), *folder.glob("*/metadata.*")) if path.suffix in METADATA]
     if found:
-        message = "%s is not read: captions of a folder are .txt files or names of folders. To have its captions, name %s"
         as_table = "it" if found[0].suffix == ".csv" else "a .csv of its file_name and text"
-        logger.warning(message + " as data.source", found[0], as_table)
+        message = "%s is not read: captions of a folder are .txt files or names of folders. To have its captions, name "
+        logger.warning(message + "%s as data.source", found[0], as_table)
 
 
 @dataclass(frozen=True)
