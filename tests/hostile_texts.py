@@ -13,7 +13,7 @@ from contrastile.data.text_files import open_questions
 LINE = "`source` must have lines and entries of at most 16,777,216 characters; got a longer one at {path}:1. "
 BLANKS = "`source` must have at most 1,048,576 blanks in a row; got more up to {path}:"
 PIPE = "`source` must be a file that can be read; got {path}. [Errno 22] Not a plain file: '{path}'."
-BAD = "`source` must have at most 10.0% of rows that cannot be used; got 1 of 3 ({}: 1), the first at {{path}}:"
+BAD = "`source` must have at most 10% of rows that cannot be used; got 1 of 3 ({}: 1), the first at {{path}}:"
 
 
 class Attack(NamedTuple):

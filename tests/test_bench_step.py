@@ -128,6 +128,7 @@ def test_failures_and_long_steps_are_named_and_cost_their_own_row_only():
     assert "  nobody, at all: is not installed" in lines
     assert [(row["impl"], row["batch"]) for row in rows] == [("plain", 8)]
     assert lines[-1].startswith("  plain, whole batch at 24: left out, it would take about ")
+    assert not lines[-1].endswith(" 0 s")
 
 
 def test_a_bench_ends_in_its_time(monkeypatch):
@@ -270,7 +271,9 @@ def test_a_figure_needs_rows(tmp_path):
 def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("contrastile.cli.options.find_spec", lambda name: None)
     assert main(["bench", "step", "--csv", str(tmp_path / "x.csv"), "--figure", str(tmp_path / "x.svg")]) == 2
-    assert capsys.readouterr().err == "`matplotlib` is not installed; run: pip install '.[train]'\n"
+    assert capsys.readouterr() == ("", "`matplotlib` is not installed; run: pip install '.[train]'\n")
+    assert main(["bench", "step"]) == 2
+    assert capsys.readouterr() == ("", "`transformers` is not installed; run: pip install '.[train]'\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -291,6 +294,7 @@ def test_options_for_one_process_are_refused_under_torchrun(words, sentence, mon
         ("--models", "nobody", "`--models` must be one of"),
         ("--ways", "nobody", "`--ways` must be"),
         ("--ways", "nobody@8", "`--ways` must be"),
+        ("--ways", "ring-tiles", "`--ways` must come under torchrun for ring-tiles; got one process. Start several"),
         ("--ways", "plain@many", "`--ways` must"),
         ("--ways", "plain@", "`--ways` must be whole numbers"),
     ],

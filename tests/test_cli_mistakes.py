@@ -141,6 +141,8 @@ MISTAKES = [
     (STEPS + "[optim]\nlearning_rte = 1e-3", "optim.learning_rte: unknown key (did you mean optim.learning_rate?)"),
     (STEPS + "[optim]\nkind = 'adamw'\nmomentum = 0.9", "optim.momentum: unknown key with this kind; "
      "it belongs to optim.kind = \"muon\""),
+    (STEPS + "[[evaluate.retrieval]]\nimage = 'x'",
+     "evaluate.retrieval.0.image: unknown key (did you mean evaluate.retrieval.images?)"),
     (STEPS + "[optim]\nsub_batch = 3", "optim.sub_batch: unknown key (did you mean train.sub_batch?)"),
     # beyond float32, or on the way there
     (STEPS + "[optim]\nlearning_rate = 1e38", "optim.learning_rate: must be at most 1,000; got 1e+38"),

@@ -234,7 +234,7 @@ def test_too_many_bad_ones_stop_the_run(tmp_path):
     stream.read(range(len(stream)), range(len(stream)), None)
     with pytest.raises(ValueError) as caught:
         stream.check(stream.skipped, stream.seen)
-    assert str(caught.value).startswith("`source` must have at most 20.0% bad pairs; got ")
+    assert str(caught.value).startswith("`source` must have at most 20% bad pairs; got ")
     assert str(caught.value).endswith("Mend it, or raise data.max_bad_fraction.")
 
 
@@ -244,7 +244,7 @@ def test_too_many_bad_ones_among_those_held_out_are_an_error(tmp_path):
         for number in range(40):
             add(tar, f"{number:05}.jpg", b"<html>")
             add(tar, f"{number:05}.txt", f"picture number {number}".encode())
-    with pytest.raises(ValueError, match=r"must have at most 1.0% bad pairs; got \d of 40 \(broken picture: \d\)"):
+    with pytest.raises(ValueError, match=r"must have at most 1% bad pairs; got \d of 40 \(broken picture: \d\)"):
         opened(source, tmp_path, most_bad=0.01)
 
 

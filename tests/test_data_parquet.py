@@ -43,7 +43,7 @@ def test_rows_of_parquet_without_either_are_counted(tmp_path):
     pictures = [*(jpeg(number) for number in range(28)), None, b""]
     pairs = opened(parquet_of(tmp_path / "a.parquet", titles, pictures), tmp_path, most_bad=0.2)
     assert pairs.skipped == {"not UTF-8": 1, "empty caption": 1, "missing picture": 2}
-    with pytest.raises(ValueError, match=r"must have at most 10.0% bad pairs; got 4 of 30 \(empty caption: 1, missing"):
+    with pytest.raises(ValueError, match=r"must have at most 10% bad pairs; got 4 of 30 \(empty caption: 1, missing"):
         opened(tmp_path / "a.parquet", tmp_path, most_bad=0.1)
 
 

@@ -142,7 +142,7 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
     assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty caption": 1}
     for _ in range(2):
         assert refusal(album.open, most_bad=0.1) == (
-            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty caption: 1, missing picture: 2); "
+            "`source` must have at most 10% bad pairs; got 3 of 23 (empty caption: 1, missing picture: 2); "
             f'there is no "a.png" in the folder "{album.folder}". '
             "Mend it, or raise data.max_bad_fraction."
         )
@@ -290,6 +290,8 @@ def test_a_source_that_is_not_there_is_refused_by_its_path(album, name, monkeypa
         ("\ufefffile_name,text", 'pictures/{n}.png,"shade,\nnumber {n}"'),
         ("caption,image", '"shade, number {n}",pictures/{n}.png'),
         ("filepath;title", "pictures/{n}.png;shade, number {n}"),
+        ("FilePath;Title", "pictures/{n}.png;shade, number {n}"),
+        ("filepath; title", "pictures/{n}.png; shade, number {n}"),
     ],
 )
 @pytest.mark.parametrize("name", ["pairs.csv", "PAIRS.CSV"])

@@ -335,7 +335,7 @@ def test_all_lines_of_a_broken_row_are_counted(tmp_path, caplog):
 def test_too_many_bad_rows_are_an_error_with_file_and_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"a": "q", "b": "p"}\n\n{\n{"a": "q2", "b": "p"}\n{"a": "q3"}\n')
     assert refusal(opened, tmp_path, "x.jsonl", bad_rows=0.25) == (
-        "`source` must have at most 25.0% of rows that cannot be used; got 2 of 4 (no positives: 1, not JSON: 1), "
+        "`source` must have at most 25% of rows that cannot be used; got 2 of 4 (no positives: 1, not JSON: 1), "
         f"the first at {tmp_path}/x.jsonl:3. Mend them, or raise data.bad_rows."
     )
 
@@ -551,11 +551,20 @@ def test_beir_passages_have_one_grade_of_a_query(tmp_path):
     )
 
 
-@pytest.mark.parametrize("form", ["{}\t{}\t1\n", "{}\t0\t{}\t1\n"])
-def test_judgements_without_a_line_of_names_are_all_read(tmp_path, form):
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        ("", "{}\t{}\t1\n"),
+        ("", "{}\t0\t{}\t1\n"),
+        ("", "{} {}  1\n"),
+        ("", "{} 0 {} 1\n"),
+        ("query-id corpus-id score\n", "{} {} 1\n"),
+    ],
+)
+def test_judgements_without_a_line_of_names_or_between_blanks_are_all_read(tmp_path, names, form):
     beir(tmp_path / "set", {"test": ["q2\td2\t1\n"]})
     rows = "".join(form.format(f"q{n}", f"d{n}") for n in range(2))
-    (tmp_path / "set" / "qrels" / "train.tsv").write_text(rows)
+    (tmp_path / "set" / "qrels" / "train.tsv").write_text(names + rows)
     texts = opened(tmp_path, "set")
     asked = [texts.queries[row] for row in texts.splits["train"]]
     assert [(query.id, query.positives) for query in asked] == [("q0", (0,)), ("q1", (1,))]
@@ -584,10 +593,12 @@ def test_an_id_is_taken_once(tmp_path):
 def test_options_that_a_source_has_no_use_for_are_refused(tmp_path):
     beir(tmp_path / "set", {"train": ["q0\td0\t1\n"]})
     (tmp_path / "x.csv").write_text("a,b\nq1,p1\nq2,p2\n")
+    (tmp_path / "no.jsonl").touch()
     for source, more, sentence in (
         ("set", {"test": "x.csv"}, '`test` must be left out with the source ".*set"; got ".*x.csv". These come with'),
         ("set", {"corpus": "x.csv"}, '`corpus` must be left out with the source ".*set"; got ".*x.csv"'),
         ("x.csv", {"test": "set"}, '`test` must be a file of questions; got the folder ".*set". Name a BEIR folder'),
+        ("x.csv", {"test": "no.jsonl"}, r"`test` must hold a question \(.*no.jsonl\); got none that can be used"),
     ):
         with pytest.raises(ValueError, match=sentence):
             opened(tmp_path, source, **{name: str(tmp_path / path) for name, path in more.items()})

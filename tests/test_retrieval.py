@@ -539,7 +539,7 @@ def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys, caplog):
     # the recipe allows one of a hundred; finished or not, the corpus is looked at
     assert main(asked) == 2
     assert capsys.readouterr().err.endswith(
-        "`corpus` must have at most 1.0% of rows that cannot be used; got 2 of 5 (empty text: 1, not JSON: 1), "
+        "`corpus` must have at most 1% of rows that cannot be used; got 2 of 5 (empty text: 1, not JSON: 1), "
         f"the first at {tmp_path}/corpus.jsonl:4. Mend them, or raise --bad-rows.\n"
     )
     assert main([*asked, "--bad-rows", "1"]) == 2

@@ -210,7 +210,7 @@ def test_a_failing_test_does_not_end_the_run(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="contrastile"):
         outcome = run_recipe(recipe, tmp_path / "runs")
     why = (
-        "`imagenet` must be images that can be read, but for 10.0%; got 8 of 24 that cannot (broken picture: 8), "
+        "`imagenet` must be images that can be read, but for 10%; got 8 of 24 that cannot (broken picture: 8), "
         f"the first being {min((tmp_path / 'val').glob('*/0.png'))}. "
         "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
     )

@@ -130,7 +130,7 @@ def test_pairs_whose_picture_cannot_be_read_are_left_out_and_counted(few, tmp_pa
     titles = stream.captions(rows.tolist())
     assert len(titles) == told["pairs"]
     assert not {"letter A left", "letter B left"} & set(titles)
-    with pytest.raises(ValueError, match=r"`source` must have at most 5\.0% bad pairs; got \d of 18"):
+    with pytest.raises(ValueError, match=r"`source` must have at most 5% bad pairs; got \d of 18"):
         ImageText.open(tiny_recipe(tmp_path, *words[:-1]))
 
 

@@ -474,7 +474,7 @@ def test_too_many_skipped_pairs_of_all_ranks_stop_all(tmp_path: Path) -> None:
     words = _words(tmp_path, f"data.source={source}", "data.max_bad_fraction=0.1", "train.examples=117")
     assert codes_of(2, tmp_path, _main, words) == [2, 2]
     for rank in range(2):
-        assert "`data.source` must have at most 10.0% bad pairs; got 2 of " in (tmp_path / f"{rank}.err").read_text()
+        assert "`data.source` must have at most 10% bad pairs; got 2 of " in (tmp_path / f"{rank}.err").read_text()
     # both ranks' are counted, beside the one that was held out
     folder = tmp_path / "runs" / "tiny"
     assert json.loads((folder / "run.json").read_text())["skipped"] == {"broken picture": 3}

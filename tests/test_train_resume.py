@@ -24,6 +24,7 @@ from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.run import same_recipe
 
 # dropout and augmentation are on, and a checkpoint is saved every fourth step
@@ -352,6 +353,11 @@ def test_another_recipe_is_refused(undisturbed, tmp_path):
     value = str(switched.data.augment).lower()
     assert f"`data.augment` must be what the run began with; got {value}. " in refusal(
         run_recipe, switched, tmp_path, resume=True
+    )
+    siglip = load_any_recipe(tmp_path / recipe.name / "recipe.toml", ["loss.kind=siglip"], files=False)
+    # before loss.bias, which that kind has beside it
+    assert refusal(same_recipe, RunFolder(tmp_path / recipe.name), siglip).startswith(
+        '`loss.kind` must be what the run began with; got "siglip". It began with "clip": go on with '
     )
     other = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"learning_rate": 0.5})})
     assert refusal(run_recipe, other, tmp_path, resume=True) == (

@@ -176,7 +176,7 @@ def test_texts_that_cannot_be_measured_are_refused(finished, tmp_path, capsys):
     lines(tmp_path / "none.jsonl", [{"question": " ", "answer": "['owl']"}])
     assert main([*words, str(tmp_path / "none.jsonl"), "--bad-rows", "0.5"]) == 2
     said = capsys.readouterr().err
-    assert "have at most 50.0% of rows that cannot be used; got 1 of 1" in said
+    assert "have at most 50% of rows that cannot be used; got 1 of 1" in said
     assert "Mend them, or raise --bad-rows." in said
     (tmp_path / "empty.jsonl").write_text("")
     assert main([*words, str(tmp_path / "empty.jsonl")]) == 2

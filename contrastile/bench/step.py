@@ -105,7 +105,8 @@ class StepBench:
             paces = [pace for (other, _), pace in self._pace.items() if other == model]
             way, ahead = ways[name], self._pace.get((model, name), max(paces, default=0.0)) * batch / 1e6
             if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
-                self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
+                seconds = f"{ahead:,.0f}" if ahead >= 10 else f"{ahead:.2g}"
+                self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {seconds} s")
                 continue
             row = self._row(model, way, batch, size := sub_batch or pairs.towers.sub_batch)
             with self.report.failures(way.label, judged=way.judged, row=row):

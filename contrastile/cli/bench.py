@@ -147,6 +147,7 @@ def run_step(arguments: argparse.Namespace) -> int:
     if ranks > 1 and given:
         raise invalid(given[0], "be left out under torchrun", getattr(arguments, given[0]), "Run one process with it.")
     _check(arguments)
+    needs("transformers")
     # plain steps fill the memory with tensors of all sizes, and must not fail because of gaps
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -286,12 +287,17 @@ def _cases(arguments: argparse.Namespace, standard: "list[Case]") -> "list[Case]
 
 def _plan(arguments: argparse.Namespace, batches: list[int], known: "Mapping[str, Way]", ranks: int) -> Plan:
     """The ways that are measured at each size; a way with sizes of its own is measured there only."""
+    import torch
+
     from contrastile.bench.step import usual
-    from contrastile.bench.ways import COMPILED, STANDARD
+    from contrastile.bench.ways import COMPILED, STANDARD, rank_ways
 
     plan: Plan = {}
+    across = rank_ways(torch.device("cpu"), 0, 1)
     for word in arguments.ways or ():
         name, at, sizes = word.partition("@")
+        if ranks == 1 and name not in known and name in across:
+            raise invalid("ways", f"come under torchrun for {name}", "one process", "Start several ranks.")
         uncompiled = tuple(way for way in known if not way.startswith(COMPILED))
         one_of("ways", name.removeprefix(COMPILED), uncompiled, "Leave it out for all.")
         for batch in [number("ways", size) for size in sizes.split(",")] if at else batches:

@@ -126,6 +126,15 @@ def counted(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{reason}: {count:,}" for reason, count in sorted(skipped.items()))
 
 
+def percent(share: float) -> str:
+    """A share of 1 as a percentage in three digits.
+
+    >>> percent(0.01), percent(0.0004)
+    ('1%', '0.04%')
+    """
+    return f"{100 * share:.3g}%"
+
+
 def check_bad(
     skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int | None = None, example: str = ""
 ) -> None:
@@ -137,7 +146,7 @@ def check_bad(
     if (bad := sum(skipped.values())) > most_bad * seen:
         got = f"{bad:,} of {seen:,} ({counted(skipped)}){example}"
         remedy = "Mend it, or raise data.max_bad_fraction."
-        raise invalid("source", f"have at most {most_bad:.1%} bad pairs", got, remedy)
+        raise invalid("source", f"have at most {percent(most_bad)} bad pairs", got, remedy)
 
 
 @dataclass
@@ -159,7 +168,7 @@ class SkipCounter:
         count, reasons = self.skipped.total(), counted(self.skipped)
         if count > limit * self.rows:
             got = f"{count:,} of {self.rows:,} ({reasons}), the first at {self._first}"
-            rule = f"have at most {limit:.1%} of rows that cannot be used"
+            rule = f"have at most {percent(limit)} of rows that cannot be used"
             raise invalid("source", rule, got, f"Mend them, or raise {allowed_by}.")
         if count:
             message = "%s: %d of %d rows are skipped (%s), the first at %s"

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from contrastile._errors import invalid, logger
 from contrastile.data.base import ProgressFactory, SkipCounter, Skipped
 from contrastile.data.docstrings import LEFT_OUT, module_name, parse_functions, source_files
 from contrastile.data.files import open_file, plain_file
-from contrastile.data.tables import check_names, comma, is_utf8, read_rows
+from contrastile.data.tables import check_names, comma, folded, is_utf8, read_rows
 from contrastile.data.texts import Passage
 
 # the characters of a JSON list that are read at once, of the longest line or entry, and of blanks in a row
@@ -92,11 +92,6 @@ def text_of(value: Any) -> str:
 
 def first(entry: Entry, names: tuple[str, ...]) -> object:
     return next((entry[name] for name in names if name in entry), None)
-
-
-def folded(names: Iterable[str]) -> list[str]:
-    """Names as they are compared: in lower case, without blanks around them."""
-    return [name.strip().lower() for name in names]
 
 
 def _kind(path: Path) -> str:
@@ -225,6 +220,10 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
         lines = _limited(file, path)
         header = next(lines, "")
         tabs = _kind(path) == ".tsv" or bool(LISTED.search(header))
+        joined = "\t".join(header.split())
+        if tabs and "\t" not in header and (JUDGED.search(joined) or "query-id" in header):
+            # judgements between blanks
+            header, lines = f"{joined}\n", ("\t".join(line.split()) + "\n" for line in lines)
         rows = read_rows(chain([header], lines), "\t" if tabs else comma(header), path)
         if LISTED.search(header):
             names: list[str] | str = ["question", "answers"]

@@ -82,13 +82,13 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     delimiter = comma(first) if is_csv and "\t" not in first else "\t"
     rows = read_rows(StringIO(text, newline=""), delimiter, table, name=name, quotes=is_csv)
     header = next(rows, (0, ""))[1]
-    columns = [] if isinstance(header, str) else header
+    columns = [] if isinstance(header, str) else folded(header)
     check_names([column for column in columns if column in (*PATH_COLUMNS, *CAPTION_COLUMNS)], table, name=name)
     known = [next((one for one in names if one in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
     if None in known:
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
         separators = "commas, semicolons or tabs" if is_csv else "tabs"
-        got = f"{columns or header or 'nothing'} in the first line"
+        got = f"{header or 'nothing'} in the first line"
         remedy = "Save it as UTF-8." if header == "not UTF-8" else f"Name them there, separated by {separators}."
         raise invalid(name, rule, got, remedy)
     path_column, caption_column = (columns.index(str(column)) for column in known)
@@ -137,6 +137,11 @@ def check_names(names: Sequence[str], path: Path, *, name: str = "source") -> No
     if twice:
         remedy = "Rename one of them."
         raise invalid(name, "have columns of different names", f'"{twice[0]}" twice in {path}', remedy)
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Names as they are compared: in lower case, without blanks around them."""
+    return [name.strip().lower() for name in names]
 
 
 def is_utf8(text: str) -> bool:

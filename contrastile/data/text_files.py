@@ -53,6 +53,8 @@ def open_text_files(
         got = f"{len(train)} that can be used"
         raise invalid("source", f"hold at least two questions ({source})", got, "One to train on, one to be held out.")
     if test is not None:
+        if not len(tests):
+            raise invalid("test", f"hold a question ({test})", "none that can be used", "Name a file of questions.")
         return replace(texts, splits={"train": np.setdiff1d(train, tests), "held_out": tests})
     return replace(texts, splits=hash_split(((query.text, [row]) for row, query in enumerate(texts.queries)), held_out))
 

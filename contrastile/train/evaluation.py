@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from contrastile._errors import invalid, logger
-from contrastile.data.base import Images, Indices, counted, held_out
+from contrastile.data.base import Images, Indices, counted, held_out, percent
 from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder, read_prompts
 from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
 from contrastile.data.loader import read_chunks
@@ -259,7 +259,7 @@ def _encode_sample(run: Run, paths: Sequence[str], name: str, most: int | None =
         bad = paths[np.setdiff1d(np.arange(len(paths)), readable)[0]]
         got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
         remedy = "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
-        raise invalid(name, f"be images that can be read, but for {most_bad:.1%}", got, remedy)
+        raise invalid(name, f"be images that can be read, but for {percent(most_bad)}", got, remedy)
     if skipped:
         logger.warning("%s: %d of %d images are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
     return features, rows[readable], skipped

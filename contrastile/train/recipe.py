@@ -272,7 +272,10 @@ class _Reader:
         name = SYNONYMS.get(name, name)
         keys = (known.rpartition(".") for known, _ in reversed(self.known))
         by_name = {last: table for table, _, last in sorted(keys, key=lambda parts: parts[0] == section)}
-        near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)
+        own = [last for last, table in by_name.items() if table == section]
+        # a slip of a letter in its own table comes before the very name in another one
+        near = difflib.get_close_matches(name, own, n=1, cutoff=0.9)
+        near = near or difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)
         return f" (did you mean {f'{by_name[near[0]]}.{near[0]}'.lstrip('.')}?)" if near else ""
 
 

@@ -322,7 +322,8 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train", optio
         """The value as a recipe has it."""
         return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
-    for key in sorted(began.keys() | now.keys()):
+    # the kind of a section comes first, because it decides about the others
+    for key in sorted(began.keys() | now.keys(), key=lambda key: (not key.endswith("kind"), key)):
         if began.get(key) != now.get(key):
             words = ["contrastile", verb, str(folder / RECIPE), *options, "--runs", str(folder.path.parent), "--resume"]
             again = shlex.join(words)
