@@ -102,8 +102,35 @@ def test_images_and_captions_that_do_not_fit_are_refused(image, text, owner, sen
 
 def test_captions_that_are_no_rows_are_refused():
     sentence = "`caption` must be integers, one per pair; got {}. Give every pair the row of its caption."
-    for caption, got in (([0, 1], "list"), (torch.zeros(2), "torch.float32 of shape [2]")):
+    truth = torch.tensor([False, True])
+    for caption, got in (
+        ([0, 1], "list"), (torch.zeros(2), "torch.float32 of shape [2]"), (truth, "torch.bool of shape [2]"),
+        (truth.to(torch.complex64), "torch.complex64 of shape [2]"),
+    ):  # fmt: skip
         assert refusal(both_ways, torch.eye(2), torch.eye(2), torch.arange(2), caption) == sentence.format(got)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_rows_may_be_whole_numbers_of_any_size(dtype):
+    image, text, owner = torch.eye(5), torch.eye(5), torch.ones(5, dtype=torch.int64)
+    assert both_ways(image, text, owner.to(dtype), ks=[1]) == both_ways(image, text, owner, ks=[1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "right", "sentence"),
+    [
+        (torch.zeros(2), torch.eye(2, dtype=torch.bool),
+         "`labels` must be integers, one per image; got torch.float32 of shape [2] for 2 images. "
+         "Give every image the row of its label in `right`."),
+        (torch.tensor([0, 2]), torch.eye(2, dtype=torch.bool),
+         "`labels` must be rows of `right`, which has 2; got 0 to 2. Pass places, not names."),
+        (torch.tensor([0, 1]), torch.eye(2),
+         "`right` must be booleans of shape [labels, 2], of the classes; got torch.float32 of shape [2, 2]. "
+         "Mark the right classes of each label."),
+    ],
+)  # fmt: skip
+def test_labels_that_do_not_fit_are_refused(labels, right, sentence):
+    assert refusal(classified, torch.eye(2), torch.eye(2), labels, right) == sentence
 
 
 def test_equal_keys_are_tied_in_all_tiles():

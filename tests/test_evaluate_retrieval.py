@@ -121,6 +121,9 @@ def test_recall_at_zero_and_chance_of_no_queries_are_refused():
     assert refusal(recall, EYE, EYE, IDS, IDS, ks=[0]) == sentence.format([0])
     assert refusal(recall, EYE, EYE, IDS, IDS, ks=5) == sentence.format(5)
     assert refusal(recall, EYE, EYE, IDS, IDS, ks=["1"]) == sentence.format(["1"])
+    assert refusal(recall, EYE, EYE, IDS, IDS, ks=[float("nan")]) == sentence.format(["nan"]).replace("'", "")
+    assert "got <generator" in refusal(recall, EYE, EYE, IDS, IDS, ks=(k for k in (1, 5)))
+    assert refusal(chance, IDS, IDS[:0]) == "`key_ids` must not be empty; got no rows. There is nothing to measure."
     assert refusal(chance, IDS[:0], IDS) == (
         "`query_ids` must not be empty; got no queries. There is nothing to measure."
     )

@@ -57,3 +57,11 @@ def test_prompts_and_synonyms_are_one_mean():
 def test_a_class_without_a_name_is_refused():
     with pytest.raises(ValueError, match="`names` must not be empty; got no names"):
         class_features([("A",), ()], encode=encode)
+
+
+@pytest.mark.parametrize("features", [None, torch.ones(2), torch.ones(1, 2)])
+def test_features_that_are_not_one_row_for_each_text_are_refused(features):
+    got = "NoneType" if features is None else f"torch.float32 of shape {list(features.shape)}"
+    assert refusal(class_features, ["A", "B"], encode=lambda _: features) == (
+        f"`encode` must return features of shape [2, D], of as many texts; got {got}. Return one row for each text."
+    )

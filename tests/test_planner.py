@@ -30,7 +30,7 @@ from contrastile.planner import calibrate as calibration
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import CONTEXT, Held, Side, StepMemory
 from contrastile.planner.profile import Profile, known_profiles, target, this_machine
-from contrastile.planner.seconds import exchange_seconds, step_seconds
+from contrastile.planner.seconds import exchange_seconds, loss_seconds, step_seconds
 from contrastile.planner.towers import Counted, TowerCost, Work, measure, shapes_only
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings
 from contrastile.train.memory import Weighed
@@ -412,6 +412,19 @@ def test_this_machine_is_calibrated_once_and_found_again(tmp_path: Path, monkeyp
     assert profile is not None
     assert (profile.name, profile.device) == ("cpu", "cpu")
     assert "--calibrate" in profile.provenance[0]
+
+
+@pytest.mark.parametrize("few", [0.0, 1.0, 1.9, 2.1, 3.0])
+def test_a_disturbed_measurement_leaves_a_rate_of_products(few: float) -> None:
+    assert 0.5 * 2.0 <= calibration.feature_seconds(few, 2.0, (512, 1024)) * 1024 <= 2.0
+
+
+def test_the_rate_of_a_cpu_is_that_of_float32() -> None:
+    """A CPU without bf16 instructions multiplies float32 a hundred times as fast."""
+    profile = replace(known_profiles()["h200"], device="cpu", loss=1e11, pair=1e-9, float32=100.0)
+    words = {"device": "cpu", "backend": "eager", "feature_dtype": FLOAT}
+    loss = LossSize(4096, 4096, 1, 64, 2**35, dtype=FLOAT, **words)
+    assert loss_seconds(loss, profile) >= loss.operations / 1e11
 
 
 def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:

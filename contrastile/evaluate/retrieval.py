@@ -10,6 +10,7 @@ to float32: keys with equal features, such as equal captions of two images, have
 
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,13 +167,15 @@ def both_ways(
     """
     check_features(image, text)
     _check_not_empty(image=image, text=text)
-    if caption is not None and (not isinstance(caption, Tensor) or caption.ndim != 1 or caption.is_floating_point()):
+    if caption is not None and not (_is_integers(caption) and caption.ndim == 1):
         rule, remedy = "be integers, one per pair", "Give every pair the row of its caption."
         raise invalid("caption", rule, _described(caption), remedy)
     caption = torch.arange(len(text), device=text.device) if caption is None else caption
-    if not isinstance(owner, Tensor) or owner.shape != caption.shape or owner.is_floating_point():
+    if not _is_integers(owner) or owner.shape != caption.shape:
         got = f"{_described(owner)} for {len(caption)}"
         raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its image.")
+    # bytes would be a mask
+    owner, caption = owner.long(), caption.long()
     for name, rows, features in (("owner", owner, image), ("caption", caption, text)):
         if ((rows < 0) | (rows >= len(features))).any():
             got = f"{rows.min().item()} to {rows.max().item()}"
@@ -186,6 +189,11 @@ def both_ways(
         measures[f"{way}_median_rank"] = middle.sum().item() // 2 + 1.0
         measures |= {f"{way}_R@{k}": share for k, share in _shares(rank, len(key), ks).items()}
     return measures
+
+
+def _is_integers(x: Any) -> bool:
+    whole = isinstance(x, Tensor) and x.dtype != torch.bool
+    return whole and not (x.is_floating_point() or x.is_complex())
 
 
 def _right_pairs(query_rows: Tensor, key_rows: Tensor) -> Right:
@@ -207,6 +215,7 @@ def chance(query_ids: Tensor, key_ids: Tensor) -> float:
     >>> chance(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 2]))
     0.25
     """
+    _check_not_empty(key_ids=key_ids)
     ids, inverse = torch.cat([query_ids, key_ids]).unique(return_inverse=True)
     query_inverse, key_inverse = inverse.split([len(query_ids), len(key_ids)])
     return chance_among(key_inverse.bincount(minlength=len(ids))[query_inverse], len(key_ids))
@@ -239,7 +248,11 @@ def class_features(
     sums: list[Tensor] = []
     for prompt in prompts:
         texts = [prompt.replace("{}", name) for group in synonyms for name in group]
-        unit = F.normalize(encode(texts).float(), dim=-1)
+        features = encode(texts)
+        if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(texts):
+            rule = f"return features of shape [{len(texts)}, D], of as many texts"
+            raise invalid("encode", rule, _described(features), "Return one row for each text.")
+        unit = F.normalize(features.float(), dim=-1)
         zeros = unit.new_zeros(len(synonyms), unit.shape[1])
         sums.append(zeros.index_add_(0, owner.to(unit.device), unit))
     return F.normalize(torch.stack(sums).sum(dim=0), dim=-1)
@@ -254,6 +267,16 @@ def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) ->
     check_features(image, classes)
     if len(image) == 0:
         raise invalid("image", "not be empty", "no images", "There is nothing to measure.")
+    if not _is_integers(labels) or labels.shape != image.shape[:1]:
+        got = f"{_described(labels)} for {len(image)} images"
+        raise invalid("labels", "be integers, one per image", got, "Give every image the row of its label in `right`.")
+    if not isinstance(right, Tensor) or right.dtype != torch.bool or right.shape[1:] != (len(classes),):
+        rule = f"be booleans of shape [labels, {len(classes)}], of the classes"
+        raise invalid("right", rule, _described(right), "Mark the right classes of each label.")
+    labels = labels.long()
+    if ((labels < 0) | (labels >= len(right))).any():
+        got = f"{labels.min().item()} to {labels.max().item()}"
+        raise invalid("labels", f"be rows of `right`, which has {len(right)}", got, "Pass places, not names.")
     rank = ranks(image, classes, lambda rows, columns: right[labels[rows], columns])
     accuracies = {f"top{k}": (rank < k).double().mean().item() for k in (1, 5) if k == 1 or k < len(classes)}
     images = torch.bincount(labels, minlength=len(right)).double()
@@ -264,8 +287,8 @@ def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) ->
 
 def _shares(rank: Tensor, keys: int, ks: Sequence[int]) -> dict[int, float]:
     """The share of ranks below each k; the rank of a query without right keys is the number of keys."""
-    several = not isinstance(ks, (int, str))
-    if not several or not ks or any(not isinstance(k, Real) or k < 1 for k in ks):
+    several = hasattr(ks, "__len__") and not isinstance(ks, str)
+    if not several or not len(ks) or any(not isinstance(k, Real) or not k >= 1 for k in ks):
         got, remedy = list(ks) if several else ks, "Recall at 1, 5 and 10 is usual: ks=[1, 5, 10]."
         raise invalid("ks", "be a list of numbers of at least 1", got, remedy)
     return {k: (rank < min(k, keys)).double().mean().item() for k in ks}

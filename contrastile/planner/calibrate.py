@@ -28,17 +28,18 @@ from contrastile.planner.towers import Work, measure, shapes_only
 # seconds for each of the measurements
 SECONDS = 1.2
 # side of products, numbers of a copy, rows of a loss: on a GPU, and on a CPU
-SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**22}, {"cuda": 2**15, "cpu": 2**12}
-# features of two losses, whose difference is that of their products
-FEATURES = (512, 1024)
+SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**22}, {"cuda": 2**15, "cpu": 2**11}
+# features of two losses, whose difference is that of their products; a CPU's exponentials take as long as 200 features
+FEATURES = {"cuda": (512, 1024), "cpu": (64, 512)}
 # rows and features of a loss that takes the host's time alone
 SMALL = {"cuda": (1024, 512), "cpu": (64, 64)}
 PICTURE_SIDE = 256
 # width, heads, and tokens of a layer; examples for products to take most of the time, and one for the host to
 LAYER = {"cuda": (1024, 16, 256), "cpu": (256, 4, 64)}
 EXAMPLES = {"cuda": 64, "cpu": 8}
-# rate of products in a layer over that of bare ones, at least: a measurement may be disturbed
-LEAST_SHARE = 0.5
+# a measurement may be disturbed: rate of products in a layer over that of bare ones, and their share of the time of a
+# loss of many features, at least; share of a pair's other work, at least
+LEAST_SHARE, LEAST_REST = 0.5, 0.02
 
 
 def calibrate(path: Path | None = None, seconds: float = SECONDS) -> Path:
@@ -85,18 +86,18 @@ def measured(device: torch.device, seconds: float) -> Profile:
     bare = rates[torch.bfloat16]
     busy = timed(many) - work.moved / bandwidth - work.attention / attention
     products = min(bare, max(LEAST_SHARE * bare, work.products / max(busy, 1e-9)))
-    rows, (few_features, more_features) = ROWS[kind], FEATURES
+    rows, (few_features, more_features) = ROWS[kind], FEATURES[kind]
     cases = ((few_features, "auto"), (more_features, "auto"), (few_features, "dense"))
     tiled, wider, as_matrix = (timed(_loss(rows, features, backend, device)) for features, backend in cases)
     call = timed(_loss(*SMALL[kind], "auto", device))
-    # the time per pair is a straight line over the features
-    slope = max(1e-18, (wider - tiled) / (rows**2 * (more_features - few_features)))
+    slope = feature_seconds(tiled / rows**2, wider / rows**2, FEATURES[kind])
     size = LossSize(rows, rows, 1, few_features, memory, device=kind, dtype=_dtype(kind))
     # operations of a pair and feature; seconds of a pair's kept exponential, and of all else beside its products
     operations = size.operations / rows**2 / few_features
     exponential = EXPONENTIAL_BYTES / bandwidth if size.exponentials else 0.0
-    pair = max(1e-15, (tiled - call) / rows**2 - slope * few_features - exponential)
-    dense = max(1e-15, (as_matrix / rows**2 - slope * few_features) / size.matrices)
+    pair = max(LEAST_REST * tiled / rows**2, (tiled - call) / rows**2 - slope * few_features - exponential)
+    of_matrix = as_matrix / rows**2
+    dense = max(LEAST_REST * of_matrix, of_matrix - slope * few_features) / size.matrices
     threads = torch.get_num_threads()
     device_text = f"{threads} thread{'s' * (threads != 1)}" if kind == "cpu" else name
     return replace(
@@ -108,6 +109,15 @@ def measured(device: torch.device, seconds: float) -> Profile:
             "link, network, hop and block are those of the H200: one process cannot measure them",
         ),
     )  # fmt: skip
+
+
+def feature_seconds(few: float, more: float, features: tuple[int, int]) -> float:
+    """Seconds of a pair and feature, from those of a pair of few features and of more: a straight line.
+
+    At least half, and at most all, of the time of more features, whatever disturbed one of the two.
+    """
+    whole = more / features[1]
+    return min(whole, max(LEAST_SHARE * whole, (more - few) / (features[1] - features[0])))
 
 
 def _layer(kind: str, device: torch.device, examples: int, *, half: bool = True) -> tuple[Work, Callable[[], object]]:

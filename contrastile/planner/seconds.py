@@ -157,7 +157,8 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
         return late_seconds(loss, profile)
     wide, fused = loss.dtype.itemsize > HALF, loss.backend_name == "triton"
     factor = 1 / FLOAT32_LOSS[torch.get_float32_matmul_precision()] if fused else profile.float32
-    speed = factor if wide else 1.0
+    # a CPU's rate is that of its losses in float32
+    speed = factor if wide and profile.device != "cpu" else 1.0
     N, M = loss.block
     # a dense block moves its matrices; a tiled one is computed within the workspace, block by block
     pair = profile.dense_pair * loss.matrices if loss.backend_name == "dense" else profile.pair * _pair_work(loss)
