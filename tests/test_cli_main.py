@@ -134,6 +134,9 @@ WORDS = {
         "Make it first: contrastile encode {folder}/pictures FOLDER_OF_PICTURES\n"
     ),
     "export {folder}/pictures --as npy --out x": "contrastile encode {folder}/pictures FOLDER_OF_PICTURES\n",
+    "export {folder}/texts --as transformers --out {folder}/x.toml/x": (
+        '`--out` must be a folder, or where one can be made; got "{folder}/x.toml". '
+    ),
     "search {folder}/texts hello": (
         '`--index` must hold an index.json; got "{folder}/texts/index". '
         "Make it first: contrastile encode {folder}/texts\n"

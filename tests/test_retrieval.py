@@ -55,7 +55,10 @@ def test_shards_hold_features_ids_and_passages(run, tmp_path):
     np.testing.assert_allclose(features, run.encode_passage(PASSAGES).numpy(), atol=1e-3)
     ids = "".join((tmp_path / "index" / f"{n:05}.ids").read_text() for n in range(5)).split("\n")
     assert ids[:-1] == [passage.id for passage in PASSAGES]
-    assert [index[row] for row in (0, 4, 5, 22)] == [PASSAGES[row] for row in (0, 4, 5, 22)]
+    assert [index[row] for row in (0, 4, 5, 22, -1, -23)] == [PASSAGES[row] for row in (0, 4, 5, 22, 22, 0)]
+    assert [*index] == [*PASSAGES]
+    with pytest.raises(IndexError, match="row -24 of an index of 23 passages"):
+        index[-24]
     assert all(isinstance(shard, np.memmap) for shard in index._features)
 
 
@@ -73,6 +76,21 @@ def test_a_search_is_exact_over_shards(run, tmp_path, engine):
     if engine == "torch":
         assert torch.equal(rows, expected.indices[:, :9])
     assert index.search(queries, 100)[1].shape == (7, 23)
+    queries[3] = torch.nan
+    scores, rows = index.search(queries.requires_grad_(), 2)
+    assert scores[3].isnan().all()
+    assert rows[3].tolist() == [0, 1]
+    for given, k, sentence in (
+        (queries, 0, "`k` must be a whole number of at least 1; got 0. The index has 23 passages."),
+        (queries, "3", "`k` must be a whole number of at least 1; got '3'. The index has 23 passages."),
+        (queries.detach().numpy(), 3, "`queries` must be a tensor; got ndarray. Pass torch.as_tensor(queries)."),
+        (queries[0], 3, "`query` must be floating-point features of shape [rows, D]; got torch.float32 of shape [16]. "
+         "Encode the examples first."),
+        (queries.long(), 3, "`query` must be floating-point features of shape [rows, D]; got torch.int64 of shape "
+         "[7, 16]. Encode the examples first."),
+        (queries[:, :9], 3, "`key` must have the same feature size as `query`; got 16 and 9. Project one side first."),
+    ):  # fmt: skip
+        assert refusal(index.search, given, k) == sentence
 
 
 def test_equal_scores_go_to_the_first_passage(run, tmp_path):

@@ -337,3 +337,11 @@ def test_pictures_are_held_until_the_device_has_copied_them(tmp_path, monkeypatc
     run = SimpleNamespace(recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), encode_image=encode_image)
     evaluation._encode_sample(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
     assert told == ["decoded", "encoded", "there, cpu"] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "called"), [({}, "coco"), ({"split": "test"}, "coco"), ({"split": "val"}, "coco-val")]
+)
+def test_a_split_has_a_row_of_its_own(given, called):
+    assert RetrievalSettings(captions="a/coco.json", **given).called == called
+    assert RetrievalSettings(captions="a/coco.json", name="x", **given).called == "x"

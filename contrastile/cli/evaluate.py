@@ -45,7 +45,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     texts("--index", metavar="FOLDER", help="search an index of `contrastile encode`")
     add = parser.add_argument
     add("--split", help="part of Karpathy's JSON (default: test), or of --texts (default: all but train)")
-    add("--name", help="name of the measures (default: the folder's or file's name)")
+    add("--name", help="name of the measures (default: the folder's or file's, and a split's)")
     options.add_candidates(parser)
     options.add_device(parser)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from contrastile._errors import invalid, one_of
 from contrastile.cli.options import finished_run_on, index_of
+from contrastile.train.folder import make_folder
 
 LIBRARIES, INDEXES = ("sentence-transformers", "transformers", "open_clip"), ("npy", "faiss")
 # libraries for each kind of run, and its name in sentences
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         rule, remedy = f"be one of {', '.join(libraries)} for {noun}", "Other kinds of runs have the others."
         raise invalid("--as", rule, repr(arguments.kind), remedy)
     index = index_of(arguments, recipe) if arguments.kind in INDEXES else None
+    make_folder("--out", Path(arguments.out).absolute().parent)
 
     from contrastile.integrations.export import export_index, export_run
     from contrastile.integrations.export_pairs import export_pair

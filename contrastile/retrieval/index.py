@@ -11,6 +11,7 @@ verified to be the same. Its checksums protect against damage, not against someb
 
 import hashlib
 import json
+import operator
 import os
 import random
 import re
@@ -34,7 +35,7 @@ from contrastile.data.loader import read_chunks
 from contrastile.data.sources import PICTURES
 from contrastile.data.texts import Passage
 from contrastile.evaluate import late
-from contrastile.evaluate.retrieval import best_of, no_matches, topk
+from contrastile.evaluate.retrieval import best_of, check_features, no_matches, topk
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
 from contrastile.train.load import load
 from contrastile.train.log import progress
@@ -245,6 +246,9 @@ class Index:
         queries: float `[n, D]`; for an index of kind "late", vectors `[n, L, D]` with their mask. candidates: `[n, C]`,
         the rows that such an index scores, −1 for none.
         """
+        k = whole_number("k", k, 1, f"The index has {len(self)} passages.")
+        if isinstance(queries, (np.ndarray, list)):
+            raise invalid("queries", "be a tensor", type(queries).__name__, "Pass torch.as_tensor(queries).")
         if isinstance(queries, Tensor) != (self.kind == SINGLE):
             rule = f'be encoded by a run of the index\'s kind, "{self.kind}"'
             got = "one vector each" if isinstance(queries, Tensor) else "vectors of tokens"
@@ -252,6 +256,8 @@ class Index:
         if candidates is not None and self.kind == SINGLE:
             remedy = "All of its passages are compared at once anyway."
             raise invalid("candidates", f'be left out for an index of kind "{SINGLE}"', "some", remedy)
+        if self.kind == SINGLE:
+            check_features(queries, queries.new_empty(0, self.dimensions))
         how = {} if self.kind == SINGLE else {"candidates": candidates}
         return self._search(queries, k=min(k, len(self)), **how)
 
@@ -260,6 +266,11 @@ class Index:
         return [json.loads(f'"{line}"') for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
     def __getitem__(self, row: int) -> Passage:
+        """The passage of a row of `search`; negative ones count from the end."""
+        number = operator.index(row)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of an index of {len(self)} passages")
+        row = number % len(self)
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
         with self._passages[shard].open("rb") as file:
             file.seek(int(self._offsets[shard][row - self._starts[shard]]))
@@ -286,8 +297,11 @@ def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
         index.add(np.asarray(shard, dtype=np.float32))
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        scores, rows = index.search(queries.float().cpu().numpy(), k)
-        return torch.from_numpy(scores).to(queries.device), torch.from_numpy(rows).to(queries.device)
+        scores, rows = map(torch.from_numpy, index.search(queries.detach().float().cpu().numpy(), k))
+        # of a query with NaN, for which faiss has rows of −1, as of the other engine
+        unknown = rows < 0
+        scores[unknown], rows[unknown] = torch.nan, torch.arange(k).expand_as(rows)[unknown]
+        return scores.to(queries.device), rows.to(queries.device)
 
     return search
 

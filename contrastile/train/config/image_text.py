@@ -230,8 +230,9 @@ class RetrievalSettings(Settings):
 
     @property
     def called(self) -> str:
-        """The name of its measures, by default the file's."""
-        return self.name or os.path.splitext(os.path.basename(self.captions))[0]
+        """The name of its measures, by default the file's, and behind it that of a split other than "test"."""
+        split = "" if self.split in (None, "test") else f"-{self.split}"
+        return self.name or os.path.splitext(os.path.basename(self.captions))[0] + split
 
     def training_clashes(self) -> Iterable[Clash]:
         reason = f'must be left out with a table: only Karpathy\'s JSON has splits; got "{self.split}"'
