@@ -265,9 +265,10 @@ def gradient(
 ) -> None:  # fmt: skip
     """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
 
-    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; add what a
-    teacher's loss lacks to a number of each program; of another exponential, write the exponentials into the strip
-    instead, and their sums. kept: the strip holds a teacher's exponentials.
+    weights: the vectors of each direction, in memory with zeros behind them up to whole blocks. row_part: also write
+    the sums of `totals`, for a pairwise loss; add what a teacher's loss lacks to a number of each program; of another
+    exponential, write the exponentials into the strip instead, and their sums. kept: the strip holds a teacher's
+    exponentials.
     """
     if kept:
         # these are 0 where a pair does not count
