@@ -133,6 +133,11 @@ def test_labels_that_do_not_fit_are_refused(labels, right, sentence):
     assert refusal(classified, torch.eye(2), torch.eye(2), labels, right) == sentence
 
 
+def test_images_without_classes_are_refused():
+    words = torch.eye(2), torch.eye(2)[:0], torch.zeros(2, dtype=torch.int64), torch.ones(1, 0, dtype=torch.bool)
+    assert refusal(classified, *words) == "`classes` must not be empty; got no rows. There is nothing to measure."
+
+
 def test_equal_keys_are_tied_in_all_tiles():
     query = F.normalize(torch.randn(40, 37), dim=-1)
     key = F.normalize(torch.randn(1, 37), dim=-1).expand(23, -1)

@@ -88,6 +88,14 @@ def test_an_unknown_measure_is_refused(name):
     )
 
 
+@pytest.mark.parametrize("scores", [["a", "b"], {"a": "high"}])
+def test_scores_that_are_no_numbers_are_refused(scores):
+    assert refusal(measure, {"q": scores}, {"q": {"a": 1}}) == (
+        f"`run` must have a number for each passage of a query; got {scores}. "
+        'For example {"query": {"passage": 0.5}}.'
+    )
+
+
 def test_no_queries_have_no_mean():
     assert refusal(means, {}) == "`judgements` must not be empty; got no queries. There is nothing to measure."
 

@@ -236,6 +236,15 @@ def test_a_missing_gpu_is_refused(finished):
     assert refusal(contrastile.load, finished[1].folder, device="cuda") == said
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", None])
+def test_a_word_that_is_no_device_is_refused(finished, device):
+    rule, remedy = 'be "auto", "cpu", "cuda" or "cuda:1"', "Leave it out for the best device of the machine."
+    assert (
+        refusal(contrastile.load, finished[1].folder, device=device)
+        == f"`device` must {rule}; got {device!r}. {remedy}"
+    )
+
+
 def test_a_step_with_sub_batches_or_features_on_the_host_has_the_gradients_of_a_plain_one(tmp_path, monkeypatch):
     gradients, streamed = [], []
     for sub_batch, retain, features in ((48, 1, "device"), (16, 0, "device"), (16, 0, "host")):

@@ -30,14 +30,18 @@ _slow: set[str] = set()
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
-    """Ids, the best first. Raises ValueError for a score that is NaN, which has no place among the others.
+    """Ids, the best first. Raises ValueError for scores that are no numbers, and for NaN, which has no place.
 
     >>> ranking({"a": 1.0, "b": 2.0, "c": 1.0})
     ['b', 'c', 'a']
     """
     # scores beyond float32 are infinite and equal, as in trec_eval
-    with np.errstate(over="ignore"):
-        float32 = np.fromiter(scores.values(), dtype=np.float32, count=len(scores)).tolist()
+    try:
+        with np.errstate(over="ignore"):
+            float32 = np.fromiter(scores.values(), dtype=np.float32, count=len(scores)).tolist()
+    except (AttributeError, TypeError, ValueError):
+        rule = "have a number for each passage of a query"
+        raise invalid("run", rule, f"{scores!r:.60}", 'For example {"query": {"passage": 0.5}}.') from None
     if any(map(math.isnan, float32)):
         raise invalid("run", "have scores that are numbers", "NaN", "Look for what is not finite in the features.")
     return [name for _, name in sorted(zip(float32, scores, strict=True), reverse=True)]

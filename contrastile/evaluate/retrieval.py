@@ -267,6 +267,7 @@ def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) ->
     check_features(image, classes)
     if len(image) == 0:
         raise invalid("image", "not be empty", "no images", "There is nothing to measure.")
+    _check_not_empty(classes=classes)
     if not _is_integers(labels) or labels.shape != image.shape[:1]:
         got = f"{_described(labels)} for {len(image)} images"
         raise invalid("labels", "be integers, one per image", got, "Give every image the row of its label in `right`.")

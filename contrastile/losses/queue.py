@@ -103,7 +103,10 @@ class KeyQueue(nn.Module):
 
     @torch.no_grad()
     def push(self, key: Tensor, ids: Tensor | None = None) -> None:
-        """Push this rank's keys [n, D], detached, with their ids [n]; the oldest leave. All ranks push together."""
+        """Push this rank's keys [n, D], detached, with their ids [n]; the oldest leave. All ranks push together.
+
+        NaN is held as any other number, because a look at the keys would wait for the device.
+        """
         if torch.compiler.is_dynamo_compiling():
             torch.compiler.disable(self.push)(key, ids)
             return

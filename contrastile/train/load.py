@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contrastile._errors import extra
+from contrastile._errors import extra, invalid
 from contrastile.train.folder import RECIPE, finished_run
 
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ def load(run: str | Path, *, device: str = "auto") -> "LoadedRun":
     """
     folder = finished_run(run)
     with naming_the_extra():
+        from contrastile.train.config.base import DEVICE, DEVICE_RULE
         from contrastile.train.recipe import load_any_recipe
         from contrastile.train.run import choose_device
+    if not isinstance(device, str) or not DEVICE.fullmatch(device):
+        raise invalid("device", DEVICE_RULE, repr(device), "Leave it out for the best device of the machine.")
     recipe: Any = load_any_recipe(folder / RECIPE, files=False)
     return class_of(recipe).saved(folder, recipe, choose_device(device))
 
