@@ -437,7 +437,7 @@ def test_a_package_of_the_report_that_is_missing_is_named_before_anything_starts
     assert not (tmp_path / "runs").exists()
 
 
-def test_train_and_evaluate_print_the_table_and_the_report(tmp_path, capsys):
+def test_train_and_evaluate_print_the_table_and_the_report(tmp_path, capsys, monkeypatch):
     recipe = write_recipe(tmp_path)
     runs = str(tmp_path / "runs")
     assert main(["train", str(recipe), "train.examples=64", "--runs", runs]) == 0
@@ -448,6 +448,14 @@ def test_train_and_evaluate_print_the_table_and_the_report(tmp_path, capsys):
     assert trained.endswith(f"report: {runs}/tiny/report.html\n")
     assert evaluated == trained
     run = Path(runs, "tiny")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda path, _: Path(path) != run)
+        before = {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())}
+        assert main(["evaluate", str(run)]) == 0
+        assert before == {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())}
+    said = capsys.readouterr()
+    assert said.out == trained.partition("report: ")[0]
+    assert said.err.endswith(f'The results are not saved: "{run}" cannot be written to.\n')
     with one_writer(run, ValueError()):
         assert main(["evaluate", str(run)]) == 2
     sentence = f'`run` must be written by one command at a time; got "{run}". Wait until the other one ends.\n'

@@ -11,7 +11,6 @@ from ranks import fresh
 from refusals import refusal
 from tiny_runs import interrupted, tiny_recipe
 
-from contrastile.cli.main import main
 from contrastile.train.folder import RunFolder, finished_run, make_way, new_run, run_id
 from contrastile.train.loop import run_recipe
 
@@ -207,15 +206,6 @@ def test_an_unwritable_file_is_refused_in_advance(tmp_path, monkeypatch):
     for path in (tmp_path / "file", tmp_path / "x.csv"):
         with pytest.raises(ValueError, match="`csv` must be a file that can be written to"):
             make_way("csv", path)
-
-
-def test_an_unwritable_run_is_refused_before_its_evaluation(tmp_path, monkeypatch, capsys):
-    for name, content in (("recipe.toml", "[train]\nexamples = 10\n"), ("model.safetensors", ""), ("run.json", "{}")):
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert main(["evaluate", str(tmp_path)]) == 2
-    told = f'`run` must be a folder that can be written to; got "{tmp_path}". Name another one.\n'
-    assert capsys.readouterr().err == told
 
 
 def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):

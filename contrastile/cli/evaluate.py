@@ -1,19 +1,24 @@
 """`contrastile evaluate RUN`: measure the saved weights again, print the table, write the report again.
 
 `--zero-shot FOLDER` and `--captions FILE` measure a run on those images alone, `--texts FOLDER` a retriever on those
-texts; the report keeps the other results. `contrastile evaluate x.trec --judgements x.qrels` prints the measures of
-rankings in TREC's form, of any system.
+texts; the report keeps the other results. Of a run that cannot be written to, the table alone is printed.
+`contrastile evaluate x.trec --judgements x.qrels` prints the measures of rankings in TREC's form, of any system.
 """
 
 import argparse
 import os
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from contrastile._errors import invalid, renamed
 from contrastile.cli import options
 from contrastile.cli.options import candidates, check_bad_rows, check_source, finished_run_on, flag, index_of
-from contrastile.train.folder import make_folder, one_writer
+from contrastile.train.folder import METRICS, RunFolder, one_writer
 
 # options that belong to --zero-shot and to --captions, to all tests on images, and to --texts
 ZERO_SHOT, CAPTIONS = ("classes", "templates", "mapping", "among"), ("images", "split")
@@ -70,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(arguments, ("index", "texts"), "be left out for images and texts", "It belongs to a retriever.")
     picked = candidates(arguments.candidates, recipe)
     index_name = None if arguments.index is None else index_of(arguments, recipe)
-    make_folder("run", folder.path)
     for test in tests:
         _check_files(test)
 
@@ -83,8 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device
     index = None if index_name is None else open_index(folder, index_name)
     stage: Any = None if picked is None else first_stage(*picked, device)
-    busy = invalid("run", "be written by one command at a time", f'"{folder.path}"', "Wait until the other one ends.")
-    with one_writer(folder.path, busy):
+    with _to_write(folder) as folder:
         if texts:
             print(evaluate_texts(folder, device=device, index=index, first_stage=stage, **texts))
         elif index is not None or stage is not None:
@@ -94,8 +97,26 @@ def run(arguments: argparse.Namespace) -> int:
                 print(evaluate_transfer(folder.path, tests, device=device))
         else:
             print(evaluate_run(folder.path, device=device))
-    print(f"report: {folder / 'report.html'}")
     return 0
+
+
+@contextmanager
+def _to_write(folder: RunFolder) -> Iterator[RunFolder]:
+    """The run's folder, locked; where it cannot be written to a temporary one, which links to the run's files."""
+    path = folder.path
+    if os.access(path, os.W_OK | os.X_OK):
+        busy = invalid("run", "be written by one command at a time", f'"{path}"', "Wait until the other one ends.")
+        with one_writer(path, busy):
+            yield folder
+        print(f"report: {folder / 'report.html'}")
+        return
+    with TemporaryDirectory() as temporary:
+        for file in path.iterdir():
+            # lines are appended to metrics; all other files are replaced
+            put = shutil.copyfile if file.name == METRICS else os.symlink
+            put(file.absolute(), Path(temporary, file.name))
+        yield RunFolder(Path(temporary))
+    print(f'The results are not saved: "{path}" cannot be written to.', file=sys.stderr)
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
