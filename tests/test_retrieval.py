@@ -59,6 +59,10 @@ def test_shards_hold_features_ids_and_passages(run, tmp_path):
     assert [*index] == [*PASSAGES]
     with pytest.raises(IndexError, match="row -24 of an index of 23 passages"):
         index[-24]
+    for row in ("a", slice(0, 2), 1.5):
+        assert refusal(index.__getitem__, row) == (
+            f"`row` must be a whole number; got {row!r}. Take several one by one: [index[row] for row in rows]."
+        )
     assert all(isinstance(shard, np.memmap) for shard in index._features)
 
 

@@ -267,7 +267,11 @@ class Index:
 
     def __getitem__(self, row: int) -> Passage:
         """The passage of a row of `search`; negative ones count from the end."""
-        number = operator.index(row)
+        try:
+            number = operator.index(row)
+        except TypeError:
+            remedy = "Take several one by one: [index[row] for row in rows]."
+            raise invalid("row", "be a whole number", repr(row), remedy) from None
         if not -len(self) <= number < len(self):
             raise IndexError(f"row {number} of an index of {len(self)} passages")
         row = number % len(self)
