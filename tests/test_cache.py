@@ -393,8 +393,6 @@ BAD = {
     f"`batch_size` {KEYWORDS} batch_size=4. Leave it out of a loss, which takes any number of rows; pass sub_batch to "
     "encode.": lambda t: encode(t, _inputs(), batch_size=4),
     f"`sub_batches` {KEYWORDS} sub_batches=4. Did you mean sub_batch?": lambda t: encode(t, _inputs(), sub_batches=4),
-    "`inputs` must be one value behind the encoder; got 2 values. Pass those of one call as a tuple: "
-    "encode(encoder, (a, b), ...).": lambda t: encode(t, _inputs(), _inputs()),  # type: ignore[arg-type]
     "`inputs` must have values where the encoder's parameters have; got a tensor on meta, and an encoder on cpu. Load "
     "them on a device that computes.": lambda t: encode(t, _inputs().to("meta"), sub_batch=4),
     '`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "auto".':

@@ -38,7 +38,7 @@ from contrastile.offload import present_device, settle, stream, with_index
 def encode(
     encoder: Callable[..., Any] | tuple[nn.Module, str | Callable[..., Any]],
     inputs: Any = None,
-    *further: Never,
+    *,
     parts: Sequence[Any] | None = None,
     sub_batch: int | Literal["auto"] | None = None,
     sub_batch_tokens: int | None = None,
@@ -101,11 +101,8 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
-    if further:
-        remedy = "Pass those of one call as a tuple: encode(encoder, (a, b), ...)."
-        raise invalid("inputs", "be one value behind the encoder", f"{len(further) + 1} values", remedy)
     if unknown:
-        raise unknown_keyword(unknown, list(signature(encode).parameters)[3:-1])
+        raise unknown_keyword(unknown, list(signature(encode).parameters)[2:-1])
     if torch.compiler.is_compiling() or jit_traces():
         # break the graph: an encoder compiled in the first pass alone would draw other random numbers
         return modes.uncompiled("encode", encode)(

@@ -35,7 +35,7 @@ def load(run: str | Path, *, device: str = "auto") -> "LoadedRun":
         from contrastile.train.config.base import DEVICE, DEVICE_RULE
         from contrastile.train.recipe import load_any_recipe
         from contrastile.train.run import choose_device
-    if not isinstance(device, str) or not DEVICE.fullmatch(device):
+    if not DEVICE.fullmatch(str(device)):
         raise invalid("device", DEVICE_RULE, repr(device), "Leave it out for the best device of the machine.")
     recipe: Any = load_any_recipe(folder / RECIPE, files=False)
     return class_of(recipe).saved(folder, recipe, choose_device(device))
