@@ -126,11 +126,6 @@ class Block:
         return (None, None) if self.order is None else (self.order.rows, self.order.cols)
 
     @property
-    def has_ids(self) -> bool:
-        """Pairs of equal ids are excluded."""
-        return self.rows.ids is not None and self.cols.ids is not None
-
-    @property
     def position(self) -> tuple[int, ...]:
         return self.rows.start, len(self.rows), self.cols.start, len(self.cols)
 
@@ -209,6 +204,11 @@ class SuperTile:
 def by_label(rows: Shard) -> bool:
     """True if positives are known by label; they are too many to be listed."""
     return rows.diagonal is None and rows.positives is None and rows.labels is not None
+
+
+def have_ids(rows: Shard, cols: Shard) -> bool:
+    """True if pairs of equal ids are excluded."""
+    return rows.ids is not None and cols.ids is not None
 
 
 def _both(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:

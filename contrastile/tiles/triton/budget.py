@@ -16,7 +16,7 @@ import torch
 
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton import plan
-from contrastile.tiles.triton.block import by_label
+from contrastile.tiles.triton.block import by_label, have_ids
 from contrastile.tiles.triton.plan import PIECES, Epilogue, padded, shape_for, tiles_of
 
 # dtype of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
@@ -117,7 +117,7 @@ class Budget:
         """Return whether label smoothing enters as sums of features: see `smoothing.py`."""
         in_tiles = by_label(rows) and not self.sums_labels(rows, cols)
         sizes = len(rows), len(cols), rows.features.dtype
-        ids = _have_ids(rows, cols) and rows.diagonal != rows.start
+        ids = have_ids(rows, cols) and rows.diagonal != rows.start
         return not in_tiles and self._can_sum_smoothing(*sizes, ids=ids)
 
     def _can_sum_smoothing(self, N: int, M: int, dtype: torch.dtype, *, ids: bool) -> bool:
@@ -140,7 +140,7 @@ class Budget:
         later = self.keeping_bytes(*sizes, later=True)
         weighed = self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
         needed = self.keeping_bytes(*sizes) + weighed
-        if self.sums_labels(rows, cols) or (_have_ids(rows, cols) and self.sums_smoothing(rows, cols)):
+        if self.sums_labels(rows, cols) or (have_ids(rows, cols) and self.sums_smoothing(rows, cols)):
             needed = max(needed, later + self._least_sums_bytes(*sizes[:2]))
         return max(needed - self._spare_bytes(rows, cols), later + weighed) <= self.workspace
 
@@ -251,7 +251,7 @@ class Budget:
                 every.append(self._ordered(q.shape[1], q.dtype))
             elif not (plan.is_readable(q) and plan.is_readable(k)):
                 every.append(self._copied(q.shape[1], q.dtype))
-        bits = self.epilogue.has_mask or _have_ids(rows, cols)
+        bits = self.epilogue.has_mask or have_ids(rows, cols)
         each, longest = sum(copied.each for copied in every), sum(copied.longest for copied in every)
         return Copies(each, longest, bits), PIECES[rows.features.dtype]()
 
@@ -274,7 +274,7 @@ class Budget:
         """True if positives by label enter as sums of features, in a block of any order: see `label_sums.py`."""
         of_labels = rows.diagonal is None and rows.labels is not None
         sizes = len(rows), len(cols), rows.features.dtype
-        return of_labels and self._can_sum_labels(*sizes, ids=_have_ids(rows, cols))
+        return of_labels and self._can_sum_labels(*sizes, ids=have_ids(rows, cols))
 
     def room_for_sums(self, rows: Shard, cols: Shard, *kept: object) -> int:
         """Bytes of the workspace for sums by label; kept: exponentials that are there too, or None."""
@@ -303,8 +303,3 @@ class Budget:
     def _ordered(self, D: int, dtype: torch.dtype) -> Copies:
         """Features in the order of labels, and sums of gradients."""
         return self._copied(D, dtype)._replace(longest=4 * D)
-
-
-def _have_ids(rows: Shard, cols: Shard) -> bool:
-    """Return whether pairs of equal ids are excluded."""
-    return rows.ids is not None and cols.ids is not None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from contrastile.losses.softmax import Softmax, SoftmaxState
 from contrastile.tiles.triton import label_sums, sorting
-from contrastile.tiles.triton.block import Block, Runs
+from contrastile.tiles.triton.block import Block, Runs, have_ids
 from contrastile.tiles.triton.kernels import smoothing as kernels
 from contrastile.tiles.triton.launch import BLOCK, directions
 from contrastile.tiles.triton.plan import tiles_of
@@ -37,7 +37,7 @@ def add_totals(block: Block, stats: Sequence[Tensor], room: int) -> None:
 
     room: bytes of memory for sums of features by id.
     """
-    excluded = [torch.zeros_like(side) for side in stats] if block.has_ids else []
+    excluded = [torch.zeros_like(side) for side in stats] if have_ids(block.rows, block.cols) else []
     if excluded:
         label_sums.add_totals(_of_equal_ids(block), excluded, room)
     given = _features(block, excluded or stats, "excluded") | {"sums_ptr": _sums(block, [])}
@@ -86,7 +86,7 @@ def add_gradients(
         M=lengths[1], sums_ptr=_sums(block, shares), inner_ptr=sums[1:], D=block.rows.features.shape[1],
         COLUMNS=len(shares) == 2, U=u is not None, ROWS=ROWS, BLOCK=BLOCK, **given,
     )  # fmt: skip
-    if block.has_ids:
+    if have_ids(block.rows, block.cols):
         # all keys had their share
         inner = torch.zeros_like(shares[0])
         label_sums.add_gradients(_of_equal_ids(block, shares), u, v, inner, room)

@@ -23,7 +23,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
 from contrastile.tiles.triton.kernels.finish import sum_of
 
 # variance of a bf16 number's rounding, in units of its binade, times log2(e) / 2
-ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
+ROUNDING = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -93,7 +93,7 @@ def weighted_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, su
         # from 1 to 2; the variance falls with its square, here a parabola
         part = ((e.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         share = tl.fma(part, tl.fma(part, 0.7222, -2.9167), 3.1945)
-        t = tl.fma(share, -ROUNDED, log2(e))
+        t = tl.fma(share, -ROUNDING, log2(e))
         rounded = _of_tiles(e, ROWS, BLOCK, BN)
         of_t = _of_tiles(g * t, ROWS, BLOCK, BN)
         of_g = _of_tiles(g, ROWS, BLOCK, BN)

@@ -1,9 +1,11 @@
 """Device code of label smoothing as sums of features, launched by `triton/smoothing.py`.
 
-feature_sums     Σ x_i and Σ w_i x_i of the rows of each program
-add_totals       sums and numbers of the negatives' logits, from Σ x_i of the other side
-shares           each row's share of its keys, and its state without it
-add_gradients    that share subtracted from the gradients of rows and columns
+    feature_sums     Σ x_i and Σ w_i x_i of the rows of each program
+    add_totals       sums and numbers of the negatives' logits, from Σ x_i of the other side
+    shares           each row's share of its keys, and its state without it
+    add_gradients    that share subtracted from the gradients of rows and columns
+
+The tile kernels compute all pairs as without smoothing, and those of `label_sums.py` the pairs of equal ids.
 """
 
 import triton
